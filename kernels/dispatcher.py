@@ -1,0 +1,250 @@
+"""KDAKernelDispatcher: which kernel runs, on which slots (serving 5).
+
+The kernels are pure; here, and only here, states are gathered from slots before and scattered to
+slots after, without autograd. Backends:
+
+    reference   token by token, the formulas as written; exports after any token
+    torch       chunk form for extend, one-step form for decode; exports at kernel_chunk multiples
+    native      not part of this installation yet; asked for by name it says so
+
+State semantics are the same for all: decode is extend with one token, a mixed batch is its rows run
+alone, and slots that no row of the batch names keep every bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.chunked import kda_chunk_scan
+from kernels.kda import CoreResult, KDAInputs, KDAWeights, kda_decode, kda_extend
+from kernels.kda_metadata import KDAMetadata, RowGroup, build_metadata
+from kernels.reference import kda_reference, short_conv_reference
+from kernels.short_conv import short_conv
+
+
+class KDAState(NamedTuple):
+    """One layer's view of the state pools; slot 0 is the sink. Slot stride is free.
+
+    recurrent [slots+1, H, V, K] float32 (float64 for a float64 model); conv [slots+1, W-1, D] in
+    the activation dtype.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+
+
+class Backend(NamedTuple):
+    """One family of kernels. extend(inputs, weights, S0, conv0, query_start, exports);
+    decode(inputs, weights, S0, conv0)."""
+
+    name: str
+    export_alignment: int
+    extend: Callable[..., CoreResult]
+    decode: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _torch_backend(kernel_chunk: int) -> Backend:
+    scan = functools.partial(kda_chunk_scan, kernel_chunk=kernel_chunk)
+    extend = functools.partial(kda_extend, convolve=short_conv, scan=scan)
+    return Backend("torch", kernel_chunk, extend, kda_decode)
+
+
+def _reference_backend(kernel_chunk: int) -> Backend:
+    extend = functools.partial(kda_extend, convolve=short_conv_reference, scan=kda_reference)
+
+    def decode(
+        inputs: KDAInputs, weights: KDAWeights, S0: Tensor, conv0: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = extend(inputs, weights, S0, conv0, range(S0.shape[0] + 1), ())
+        return out.o, out.S, out.conv
+
+    return Backend("reference", 1, extend, decode)
+
+
+_BUILDERS = {"torch": _torch_backend, "reference": _reference_backend}
+_UNAVAILABLE = {"native": "its compiled operators are not part of this version"}
+BACKENDS = ("auto", *_UNAVAILABLE, *_BUILDERS)
+
+
+class KDAKernelDispatcher:
+    """Chooses a backend once, then runs the rows of each step on it.
+
+    backend: "auto" (the fastest that is available), "torch", "reference" or "native".
+    kernel_chunk: tokens of one chunk inside the torch backend.
+    `not_taken` maps each backend that was passed over to the reason; `describe()` says it in words.
+    Raises ValueError for an unknown backend and RuntimeError for one that is not available.
+    """
+
+    def __init__(self, backend: str = "auto", kernel_chunk: int = 16) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+        if kernel_chunk < 1:
+            raise ValueError(f"kernel_chunk must be at least 1, got {kernel_chunk}")
+        if backend in _UNAVAILABLE:
+            raise RuntimeError(f"backend {backend!r} is not available: {_UNAVAILABLE[backend]}")
+        chosen = next(iter(_BUILDERS)) if backend == "auto" else backend
+        self.backend = _BUILDERS[chosen](kernel_chunk)
+        self.not_taken = dict(_UNAVAILABLE)
+        for name in _BUILDERS:
+            if name != chosen:
+                self.not_taken[name] = (
+                    f"{chosen!r} is faster" if backend == "auto" else f"{chosen!r} was asked for"
+                )
+
+    @property
+    def export_alignment(self) -> int:
+        """Exports fall on multiples of this many tokens from a row's start, or on its end."""
+        return self.backend.export_alignment
+
+    def describe(self) -> str:
+        """One line: the backend in use, and why each other one is not."""
+        others = "; ".join(f"{name}: {why}" for name, why in self.not_taken.items())
+        return f"KDA backend {self.backend.name} (not taken: {others})"
+
+    def plan(
+        self,
+        query_start: Tensor | Sequence[int],
+        slots: Tensor | Sequence[int],
+        context_len: Tensor | Sequence[int],
+        exports: Tensor | Sequence[Sequence[int]] | None = None,
+        *,
+        num_slots: int,
+        num_tokens: int | None = None,
+        one_token_rows: str = "decode",
+    ) -> KDAMetadata:
+        """Check a step against this backend; see `kda_metadata.build_metadata`. Once per step."""
+        return build_metadata(
+            query_start,
+            slots,
+            context_len,
+            exports,
+            num_slots=num_slots,
+            export_alignment=self.export_alignment,
+            num_tokens=num_tokens,
+            one_token_rows=one_token_rows,
+        )
+
+    def extend(
+        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
+    ) -> Tensor:
+        """Rows of any length from their slots (zeros where context_len is 0) → o [N, H, V].
+
+        Changes, in place, the slots of the rows and of their exports, and nothing else. Raises
+        ValueError if `step` holds rows planned for decode.
+        """
+        if step.decode is not None:
+            raise ValueError("extend was given a step with decode rows; use mixed")
+        return self.mixed(inputs, weights, state, step)
+
+    def decode(
+        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
+    ) -> Tensor:
+        """Rows of exactly one token (or none) → o [N, H, V]; slots are changed in place."""
+        if step.extend is not None:
+            raise ValueError("decode was given rows of more than one token; use mixed")
+        return self.mixed(inputs, weights, state, step)
+
+    def mixed(
+        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
+    ) -> Tensor:
+        """Extend rows and decode rows of one step → o [N, H, V], zeros for tokens of no row.
+
+        state None: every row starts from zeros and no state is kept; the call is then
+        differentiable. Output in float32 (float64 for float64 inputs).
+        """
+        self._check_shapes(inputs, weights, state, step)
+        groups = [(rows, rows is step.decode) for rows in (step.extend, step.decode) if rows]
+        parts = [self._run(inputs, weights, state, rows, decode) for rows, decode in groups]
+        if len(parts) == 1 and parts[0].shape[0] == step.num_tokens:
+            return parts[0]
+        H, V = weights.dt_bias.shape[0], self._value_width(inputs, weights)
+        dtype = parts[0].dtype if parts else weights.dt_bias.dtype
+        o = inputs.qkv.new_zeros(step.num_tokens, H, V, dtype=dtype)
+        for (rows, _), part in zip(groups, parts, strict=True):
+            o[rows.tokens] = part
+        return o
+
+    def _run(
+        self,
+        inputs: KDAInputs,
+        weights: KDAWeights,
+        state: KDAState | None,
+        rows: RowGroup,
+        decode: bool,
+    ) -> Tensor:
+        inputs = KDAInputs(*(x[rows.tokens] for x in inputs))
+        S0, conv0 = self._gather(inputs, weights, state, rows)
+        if decode:
+            o, S, conv = self.backend.decode(inputs, weights, S0, conv0)
+            if state is not None:
+                _scatter(state, rows.slots, S, conv)
+                if rows.exports:
+                    ends = torch.tensor([row for row, _ in rows.exports])
+                    _scatter(state, rows.export_slots, S[ends], conv[ends])
+            return o
+        out = self.backend.extend(inputs, weights, S0, conv0, rows.query_start, rows.exports)
+        if state is not None:
+            _scatter(state, rows.slots, out.S, out.conv)
+            if rows.exports:
+                _scatter(state, rows.export_slots, out.exported_S, out.exported_conv)
+        return out.o
+
+    def _gather(
+        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, rows: RowGroup
+    ) -> tuple[Tensor, Tensor]:
+        """Initial states of the rows; a row that does not resume gets zeros, not 0 * its slot."""
+        H, K = weights.dt_bias.shape
+        D, W = weights.conv.shape
+        B = len(rows.resumed)
+        if state is None or not any(rows.resumed):
+            S_dtype = torch.float64 if inputs.qkv.dtype == torch.float64 else torch.float32
+            V = self._value_width(inputs, weights)
+            return (
+                inputs.qkv.new_zeros(B, H, V, K, dtype=S_dtype),
+                inputs.qkv.new_zeros(B, W - 1, D),
+            )
+        S0, conv0 = state.recurrent[rows.slots], state.conv[rows.slots]
+        if not all(rows.resumed):
+            S0 = torch.where(rows.resumed_mask.view(B, 1, 1, 1), S0, 0)
+            conv0 = torch.where(rows.resumed_mask.view(B, 1, 1), conv0, 0)
+        return S0, conv0
+
+    @staticmethod
+    def _value_width(inputs: KDAInputs, weights: KDAWeights) -> int:
+        H, K = weights.dt_bias.shape
+        return inputs.qkv.shape[-1] // H - 2 * K
+
+    def _check_shapes(
+        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
+    ) -> None:
+        N, D = inputs.qkv.shape
+        H, K = weights.dt_bias.shape
+        V = self._value_width(inputs, weights)
+        expected = [
+            ("tokens of qkv", N, step.num_tokens),
+            ("qkv channels", D, H * (2 * K + V)),
+            ("gate", tuple(inputs.gate.shape), (N, H, K)),
+            ("beta", tuple(inputs.beta.shape), (N, H)),
+            ("A_log", tuple(weights.A_log.shape), (H,)),
+            ("conv weight channels", weights.conv.shape[0], D),
+        ]
+        if state is not None:
+            W = weights.conv.shape[1]
+            expected += [
+                ("recurrent state", tuple(state.recurrent.shape[1:]), (H, V, K)),
+                ("conv state", tuple(state.conv.shape[1:]), (W - 1, D)),
+            ]
+        for name, got, want in expected:
+            if got != want:
+                raise ValueError(f"{name} must be {want}, got {got}")
+
+
+def _scatter(state: KDAState, slots: Tensor, S: Tensor, conv: Tensor) -> None:
+    with torch.no_grad():
+        state.recurrent.index_copy_(0, slots, S.detach().to(state.recurrent.dtype))
+        state.conv.index_copy_(0, slots, conv.detach().to(state.conv.dtype))

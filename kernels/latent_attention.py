@@ -1,0 +1,100 @@
+"""Latent attention (MLA without rotation): one cached row of L + R numbers per token (architecture 6).
+
+A latent row is [c | r]: the normalised latent c [L] and the shared key part r [R], never rotated in
+K3 but cached and counted in the scale. With W_UK, W_UV the key and value rows of kv_b per head:
+
+    materialised   k = [W_UK c | r],  v = W_UV c;   o = softmax(q k^T (nope+R)^-1/2) v     (extend)
+    absorbed       q^ = W_UK^T q_nope;  scores = q^ c + q_rope r;  o = W_UV (p c)          (decode)
+
+Equal in exact arithmetic. Materialising pays once per key and serves many queries of a prompt;
+absorbing never expands a key and serves the one query of a decode step.
+
+Softmax and products run in float32 (float64 for float64 queries) whatever the rows are stored in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.numerics import compute_dtype
+from kernels.paging import AttentionMetadata, read_rows
+
+# scores [H, block, S] held at a time in prefill: 2^22 float32 are 16 MB
+_SCORE_ELEMENTS = 1 << 22
+
+
+def attend_materialised(q: Tensor, rows: Tensor, kv_b: Tensor, context_len: int) -> Tensor:
+    """Causal attention of T queries of one row over its S = context_len + T latent rows.
+
+    q [T, H, nope+R]; rows [S, L+R] in time order; kv_b [H, nope+V, L]; query t sees rows
+    0 .. context_len + t. Returns [T, H, V] in float32 (float64 for float64 q); softmax there too.
+    Memory is bounded: queries are taken in blocks whose size depends on this row alone.
+    """
+    dtype = compute_dtype(q)
+    T, H, width = q.shape
+    L = kv_b.shape[-1]
+    nope = width - (rows.shape[-1] - L)
+    S = context_len + T
+    q = q.to(dtype).transpose(0, 1) * width**-0.5  # [H, T, nope+R]
+    rows, kv_b = rows.to(dtype), kv_b.to(dtype)
+    c, r = rows[:, :L], rows[:, L:]
+    expanded = torch.matmul(c, kv_b.mT)  # [H, S, nope+V]
+    k, v = expanded[..., :nope], expanded[..., nope:]
+    block = min(T, max(16, _SCORE_ELEMENTS // (H * S)))
+    outputs = []
+    for first in range(0, T, block):
+        last = min(first + block, T)
+        seen = context_len + last
+        qb = q[:, first:last]
+        shared = torch.matmul(qb[..., nope:], r[:seen].mT)
+        scores = torch.baddbmm(shared, qb[..., :nope], k[:, :seen].mT)
+        future = torch.ones(last - first, seen, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(future.triu(context_len + first + 1), float("-inf"))
+        outputs.append(torch.bmm(torch.softmax(scores, -1), v[:, :seen]))
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def attend_absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, lengths: Tensor) -> Tensor:
+    """Attention of one query for each of B requests over its own latent rows.
+
+    q [B, H, nope+R]; rows [B, S, L+R], request b owning the first lengths[b] of them (the rest must
+    be finite, see `paging.row_index`); kv_b [H, nope+V, L]; lengths [B] >= 1.
+    Returns [B, H, V] in float32 (float64 for float64 q).
+    """
+    dtype = compute_dtype(q)
+    width = q.shape[-1]
+    L = kv_b.shape[-1]
+    nope = width - (rows.shape[-1] - L)
+    q, rows, kv_b = q.to(dtype), rows.to(dtype), kv_b.to(dtype)
+    q = (q * width**-0.5).transpose(0, 1)  # [H, B, nope+R]
+    absorbed = torch.bmm(q[..., :nope], kv_b[:, :nope])  # [H, B, L]
+    query = torch.cat([absorbed, q[..., nope:]], -1).transpose(0, 1)  # [B, H, L+R]
+    scores = torch.bmm(query, rows.mT)  # [B, H, S]
+    unseen = torch.arange(rows.shape[1], device=q.device) >= lengths[:, None]
+    weights = torch.softmax(scores.masked_fill(unseen[:, None], float("-inf")), -1)
+    latent = torch.bmm(weights, rows[..., :L]).transpose(0, 1)  # [H, B, L]
+    return torch.bmm(latent, kv_b[:, nope:].mT).transpose(0, 1)
+
+
+def attend(q: Tensor, pool: Tensor, kv_b: Tensor, step: AttentionMetadata) -> Tensor:
+    """All rows of a step: q [N, H, nope+R] over pool [pages, page, L+R] → [N, H, V].
+
+    Rows of one token are absorbed together, longer ones materialised one by one; a row's own length
+    decides, never its neighbours. Tokens of no row give zeros.
+    """
+    H, V = kv_b.shape[0], kv_b.shape[1] - (q.shape[-1] - (pool.shape[-1] - kv_b.shape[-1]))
+    parts = [
+        attend_materialised(q[row.tokens], read_rows(pool, row.index), kv_b, row.context_len)
+        for row in step.extend
+    ]
+    if step.decode is not None:
+        tokens, index, lengths = step.decode
+        parts.append(attend_absorbed(q[tokens], read_rows(pool, index), kv_b, lengths))
+    if len(parts) == 1 and parts[0].shape[0] == q.shape[0]:
+        return parts[0]
+    o = q.new_zeros(q.shape[0], H, V, dtype=compute_dtype(q))
+    where = [row.tokens for row in step.extend] + ([step.decode.tokens] if step.decode else [])
+    for tokens, part in zip(where, parts, strict=True):
+        o[tokens] = part
+    return o

@@ -1,0 +1,61 @@
+"""Packed rows: how query_start and exports are read and refused, once for every kernel.
+
+A batch is N tokens in one tensor; row r owns tokens query_start[r] .. query_start[r+1], and may
+own none. An export asks for the state of a row after `offset` of its tokens, 1 <= offset <= T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Export(NamedTuple):
+    """Ask for the state of `row` after its first `offset` tokens of this call."""
+
+    row: int
+    offset: int
+
+
+def row_lengths(
+    query_start: Tensor | Sequence[int], num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Row starts and row lengths (each [B]) of a packed batch of num_tokens tokens.
+
+    query_start: [B+1] integers, starting at 0, never falling, ending at num_tokens.
+    Raises ValueError naming the offending entry.
+    """
+    starts = query_start.tolist() if isinstance(query_start, Tensor) else list(query_start)
+    if not starts or starts[0] != 0:
+        raise ValueError(f"query_start must begin with 0, got {starts[:1] or 'no entries'}")
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    if any(length < 0 for length in lengths):
+        row = next(r for r, length in enumerate(lengths) if length < 0)
+        raise ValueError(f"query_start falls from {starts[row]} to {starts[row + 1]} at row {row}")
+    if starts[-1] != num_tokens:
+        raise ValueError(f"query_start ends at {starts[-1]}, but there are {num_tokens} tokens")
+    return starts[:-1], lengths
+
+
+def check_exports(exports: Sequence[Export], lengths: Sequence[int], alignment: int) -> None:
+    """Refuse an export that the kernel cannot serve without changing its partition.
+
+    offset counts from the row's start in this call and must be a multiple of `alignment` or the
+    row's end. Raises ValueError.
+    """
+    for row, offset in exports:
+        if not 0 <= row < len(lengths):
+            raise ValueError(
+                f"export names row {row}, but the batch has rows 0..{len(lengths) - 1}"
+            )
+        if not 1 <= offset <= lengths[row]:
+            raise ValueError(
+                f"export of row {row} after {offset} tokens: offset must be 1..{lengths[row]}"
+            )
+        if offset % alignment and offset != lengths[row]:
+            raise ValueError(
+                f"export of row {row} after {offset} tokens: offset must be a multiple of "
+                f"{alignment} (export_alignment) or the row's end {lengths[row]}"
+            )

@@ -1,0 +1,1 @@
+"""The layers of Kimi K3. Each has one forward that serves training, prefill and decode."""

@@ -1,0 +1,52 @@
+"""Parameters as checkpoints have them: unfilled until loaded, float32 where published as float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def unfilled(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of NaN: one that no loader and no initialiser has filled cannot pass unseen."""
+    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """float32 for the half-precision types, else the type itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class Linear(nn.Module):
+    """x W^T with W [out, in] and no bias: no linear layer of the text model has one."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = unfilled(outputs, inputs, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return F.linear(x, self.weight)
+
+
+class KeepsFloat32(nn.Module):
+    """A module whose OWN parameters stay float32 when the model is cast to half precision.
+
+    They are the ones published as F32: rounding a router bias to bf16 merges neighbouring experts,
+    rounding a gate rate changes what a state remembers for good. Its children are cast as usual.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+
+        def keeping(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            if out.dtype == at_least_float32(out.dtype):
+                return out
+            return tensor.to(device=out.device, dtype=at_least_float32(tensor.dtype))
+
+        return super()._apply(keeping, recurse=False)

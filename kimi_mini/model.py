@@ -1,0 +1,209 @@
+"""KimiForCausalLM: the hybrid stack of KDA and MLA layers, and its two doors.
+
+    model(input_ids)                   [B, T] → logits [B, T, vocab]   stateless, differentiable
+    model.forward_batch(batch, state)  packed rows over slots and pages → logits [M, vocab]
+
+Both run the same layers. A layer i, with block size b of AttnRes (architecture 2.2):
+
+    h = mix(stream; c_attn)        the mixture is read BEFORE the block opens ...
+    if i % b == 0: open a block    ... and the closing block is frozen as a source
+    stream += attention( norm(h) )
+    stream += ffn( norm( mix(stream; c_mlp) ) )
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.dispatcher import KDAKernelDispatcher, KDAState
+from kimi_mini.batch import ForwardBatch, ModelState, Step, prepare_step, stateless_step
+from kimi_mini.config import ConfigError, KimiConfig
+from kimi_mini.layers.attn_res import AttnResidual, PlainResidual, ResidualStream, start_stream
+from kimi_mini.layers.kda import KimiDeltaAttention
+from kimi_mini.layers.mla import LatentAttention
+from kimi_mini.layers.mlp import MLP
+from kimi_mini.layers.moe import SparseMoE
+from kimi_mini.layers.norm import RMSNorm
+from kimi_mini.layers.parameters import Linear, unfilled
+
+
+class DecoderLayer(nn.Module):
+    """Attention (KDA or MLA) and feed-forward (dense or MoE) of layer i."""
+
+    def __init__(self, config: KimiConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
+        attention = KimiDeltaAttention if config.is_kda_layer(layer) else LatentAttention
+        self.opens_block = block is not None and layer % block == 0
+        self.eps = eps
+        self.self_attention_res = residual_reader(config, dtype)
+        self.input_layernorm = RMSNorm(width, eps, dtype)
+        self.self_attn = attention(config, dtype)
+        self.mlp_res = residual_reader(config, dtype)
+        self.post_attention_layernorm = RMSNorm(width, eps, dtype)
+        self.moe = config.is_moe_layer(layer)
+        if self.moe:
+            self.block_sparse_moe = SparseMoE(config, dtype)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, dtype)
+
+    def forward(
+        self, stream: ResidualStream, step: Step, state: KDAState | Tensor | None
+    ) -> ResidualStream:
+        h = self.self_attention_res(stream)
+        if self.opens_block:
+            stream = stream.open_block(self.eps)
+        stream = stream.add(self.self_attn(self.input_layernorm(h), step, state))
+        h = self.post_attention_layernorm(self.mlp_res(stream))
+        return stream.add(self.block_sparse_moe(h) if self.moe else self.mlp(h))
+
+
+def residual_reader(config: KimiConfig, dtype: torch.dtype) -> nn.Module:
+    """A reading point of the residual stream, learned if the config has AttnRes."""
+    if config.attn_res_block_size is None:
+        return PlainResidual()
+    return AttnResidual(config.hidden_size, config.rms_norm_eps, dtype)
+
+
+class Embedding(nn.Module):
+    """Token ids [...] → rows [..., hidden]."""
+
+    def __init__(self, vocab: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = unfilled(vocab, width, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class KimiModel(nn.Module):
+    """Embedding, decoder layers, the last mixture and norm."""
+
+    def __init__(self, config: KimiConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers)
+        )
+        self.output_attn_res = residual_reader(config, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def forward(
+        self,
+        ids: Tensor,
+        step: Step,
+        layer_states: list[KDAState | Tensor | None],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Packed ids [N] → normed hidden states [N, hidden], or those of the wanted tokens [M]."""
+        stream = start_stream(self.embed_tokens(ids))
+        for layer, state in zip(self.layers, layer_states, strict=True):
+            stream = layer(stream, step, state)
+        if wanted is not None:
+            stream = stream.at(wanted)
+        return self.norm(self.output_attn_res(stream))
+
+
+class KimiForCausalLM(nn.Module):
+    """Kimi K3 in miniature.
+
+    A model made by the constructor is unfilled (every parameter NaN): use `from_config` for seeded
+    random weights or `from_pretrained` for a checkpoint. dtype: float32, bfloat16 or float64;
+    backend and kernel_chunk choose the KDA kernels (`KDAKernelDispatcher`).
+    Raises ConfigError for a model that this machine cannot hold.
+    """
+
+    def __init__(
+        self,
+        config: KimiConfig,
+        dtype: torch.dtype = torch.float32,
+        backend: str = "auto",
+        kernel_chunk: int = 16,
+    ) -> None:
+        super().__init__()
+        refuse_oversize(config, dtype)
+        self.config = config
+        self.dispatcher = KDAKernelDispatcher(backend, kernel_chunk)
+        self.model = KimiModel(config, dtype)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activation dtype."""
+        return self.model.embed_tokens.weight.dtype
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [B, T] → logits [B, T, vocab], float32 (float64 for a float64 model).
+
+        Every row is a sequence of its own, from zeros; no state is read or kept. Differentiable.
+        Raises ValueError for ids outside the vocabulary or another number of axes.
+        """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [B, T], got shape {[*input_ids.shape]}")
+        vocab = self.config.vocab_size
+        if input_ids.numel() and not (0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab):
+            raise ValueError(
+                f"input_ids must lie in 0..{vocab - 1}, got "
+                f"{int(input_ids.min())}..{int(input_ids.max())}"
+            )
+        B, T = input_ids.shape
+        step = stateless_step(B, T, self.dispatcher)
+        hidden = self.model(input_ids.flatten(), step, [None] * self.config.num_hidden_layers)
+        return self.logits(hidden).view(B, T, vocab)
+
+    @torch.inference_mode()
+    def forward_batch(self, batch: ForwardBatch, state: ModelState) -> Tensor:
+        """Run one step; returns logits [B, vocab] of each row's last token, zeros for empty rows,
+        or [M, vocab] of batch.logits_at.
+
+        In place: state.recurrent and state.conv at the rows' slots and export destinations,
+        state.latent at out_rows. Raises ValueError, with the state untouched, if the batch does
+        not fit the state or the model.
+        """
+        step = prepare_step(batch, state, self.config.vocab_size, self.dispatcher)
+        ids = batch.token_ids.long()
+        states = self._layer_states(state)
+        if batch.logits_at is not None:
+            return self.logits(self.model(ids, step, states, batch.logits_at.long()))
+        query_start = batch.query_start.long()
+        occupied = query_start[1:] > query_start[:-1]
+        last = query_start[1:][occupied] - 1
+        logits = self.logits(self.model(ids, step, states, last))
+        if bool(occupied.all()):
+            return logits
+        out = logits.new_zeros(len(occupied), logits.shape[1])
+        out[occupied] = logits
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [..., hidden] → logits [..., vocab], at least float32."""
+        logits = self.lm_head(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _layer_states(self, state: ModelState) -> list[KDAState | Tensor]:
+        kda = iter(zip(state.recurrent, state.conv, strict=True))
+        latent = iter(state.latent)
+        return [
+            KDAState(*next(kda)) if self.config.is_kda_layer(i) else next(latent)
+            for i in range(self.config.num_hidden_layers)
+        ]
+
+
+def refuse_oversize(config: KimiConfig, dtype: torch.dtype) -> None:
+    """ConfigError if the parameters alone would not fit this machine's memory."""
+    from kimi_mini.weights.inventory import parameter_count
+
+    needed = parameter_count(config) * dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ConfigError(
+            f"this config has {parameter_count(config):,} parameters, {needed / 1e9:,.0f} GB in "
+            f"{str(dtype).removeprefix('torch.')}; this machine has {memory / 1e9:,.0f} GB"
+        )
