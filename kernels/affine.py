@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.chunked import chunk_terms
@@ -53,7 +54,7 @@ def token_map(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> AffineMap:
 
 
 def chunk_map(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> AffineMap:
-    """The map of a whole stretch of T tokens per head, T any positive number.
+    """The map of a whole stretch of T tokens per head, T any number.
 
     k, g [T, H, K]; v [T, H, V]; beta [T, H]. Returns M [H, K, K] and b [H, V, K].
     """
@@ -61,7 +62,7 @@ def chunk_map(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> AffineMap:
     pad = (1 << (T - 1).bit_length()) - T
     dtype = compute_dtype(k)
     k, v, g, beta = (
-        torch.nn.functional.pad(x.to(dtype).movedim(0, -2), (0, 0, 0, pad))
+        F.pad(x.to(dtype).movedim(0, -2), (0, 0, 0, pad)).contiguous()
         for x in (k, v, g, beta.unsqueeze(-1))
     )
     terms = chunk_terms(torch.zeros_like(k), k, v, g, beta.squeeze(-1))

@@ -3,7 +3,7 @@
 Inside a chunk with incoming state S_0 let G_i be the inclusive sum of g from the chunk's start,
 kappa_ij = sum_d k_id k_jd e^(G_id - G_jd), and rows stacked into K, V, Q:
 
-    L_ij = beta_i kappa_ij  for j < i       T = (I + L)^-1          A as kappa with q_i, diagonal kept
+    L_ij = beta_i kappa_ij  for j < i       T = (I + L)^-1       A as kappa with q_i, diagonal kept
     N   = T diag(beta) (V - (K e^G) S_0)    the corrections u_j of the whole chunk
     O   = scale [ (Q e^G) S_0 + A N ]
     S_C = diag(e^G_C) S_0 + (K e^(G_C - G))^T N
@@ -28,10 +28,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from kernels.numerics import compute_dtype
-from kernels.packing import Export, check_exports, row_lengths
+from kernels.packing import Export, check_exports, check_scan_shapes, row_lengths
 from kernels.recurrent import ScanResult, stack_exports
 
 # Elements of one [chunks*H, C, K] operand that are worked on together: about half a megabyte in
@@ -40,7 +41,7 @@ _GROUP_ELEMENTS = 1 << 17
 
 
 class ChunkTerms(NamedTuple):
-    """What a chunk contributes, before its incoming state is known; leading axis: chunks * heads."""
+    """What a chunk contributes whatever its incoming state; leading axis: chunks * heads."""
 
     q_in: Tensor  # [., C, K]  Q e^G * scale          reads S_0
     k_in: Tensor  # [., C, K]  K e^G                  reads S_0
@@ -54,7 +55,7 @@ class ChunkTerms(NamedTuple):
 def chunk_terms(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> ChunkTerms:
     """Everything of n chunks that does not depend on the incoming state, heads folded into n.
 
-    q (already scaled), k, g [n, C, K]; v [n, C, V]; beta [n, C]; C a power of two.
+    q (already scaled), k, g [n, C, K]; v [n, C, V]; beta [n, C]; contiguous; C a power of two.
     A token with k = 0, beta = 0, g = 0 is padding: it changes nothing.
     """
     n, C, K = k.shape
@@ -147,9 +148,9 @@ def kda_chunk_scan(
     # Longest row first: the rows that still have a chunk number c are then the first few.
     order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
     chunks_of = [-(-lengths[r] // kernel_chunk) for r in order]
-    wanted = {Export(r, offset): offset for r, offset in exports}
+    wanted = set(exports)
     index = torch.tensor(order, device=q.device, dtype=torch.long)
-    S = S0.to(dtype)[index]
+    S = S0.to(dtype)[index].contiguous()
     done: list[Tensor] = []  # final states of finished rows, shortest first
     fresh: list[Tensor] = []  # states after the current column, as far as it has been computed
     outputs: list[Tensor] = []
@@ -215,7 +216,6 @@ def _groups(chunks_of: Sequence[int], per_group: int) -> Iterator[list[Piece]]:
 
 def _cut(x: Tensor, spans: Sequence[tuple[int, int]], width: int) -> Tensor:
     """Tokens [N, H, F] → chunks [len(spans)*H, width, F], short chunks filled up with zeros."""
-    H, features = x.shape[1:]
     n = len(spans)
     start = spans[0][0]
     if all(span == (start + i * width, width) for i, span in enumerate(spans)):
@@ -224,8 +224,7 @@ def _cut(x: Tensor, spans: Sequence[tuple[int, int]], width: int) -> Tensor:
         chunks = torch.cat(
             [F.pad(x[at : at + count], (0, 0, 0, 0, 0, width - count)) for at, count in spans]
         )
-    chunks = chunks.reshape(n, width, H, features).transpose(1, 2).contiguous()
-    return chunks.view(n * H, width, features)
+    return rearrange(chunks, "(n c) h f -> (n h) c f", n=n).contiguous()
 
 
 def _uncut(
@@ -240,32 +239,3 @@ def _uncut(
         return padded.flatten(0, 1)[:num_tokens]
     ordered = sorted(range(len(where)), key=lambda i: where[i])
     return torch.cat([padded[i, : where[i][1]] for i in ordered if where[i][1]])
-
-
-def check_scan_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    S0: Tensor,
-    query_start: Tensor | Sequence[int],
-) -> None:
-    """Refuse operands of a scan whose shapes do not agree; the message names the first one."""
-    if q.dim() != 3 or v.dim() != 3:
-        raise ValueError(f"q and v must be [N, H, K] and [N, H, V], got {[*q.shape]}, {[*v.shape]}")
-    N, H, K = q.shape
-    rows, V = len(query_start) - 1, v.shape[-1]
-    expected = {
-        "k": (k, (N, H, K)),
-        "v": (v, (N, H, V)),
-        "g": (g, (N, H, K)),
-        "beta": (beta, (N, H)),
-        "S0": (S0, (rows, H, V, K)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {[*shape]} (q is {[N, H, K]}, {rows} rows, "
-                f"states value-first), got {[*tensor.shape]}"
-            )

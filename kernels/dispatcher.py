@@ -77,7 +77,7 @@ class KDAKernelDispatcher:
     backend: "auto" (the fastest that is available), "torch", "reference" or "native".
     kernel_chunk: tokens of one chunk inside the torch backend.
     `not_taken` maps each backend that was passed over to the reason; `describe()` says it in words.
-    Raises ValueError for an unknown backend and RuntimeError for one that is not available.
+    Raises ValueError for a backend that is unknown or not available, with the reason.
     """
 
     def __init__(self, backend: str = "auto", kernel_chunk: int = 16) -> None:
@@ -86,7 +86,7 @@ class KDAKernelDispatcher:
         if kernel_chunk < 1:
             raise ValueError(f"kernel_chunk must be at least 1, got {kernel_chunk}")
         if backend in _UNAVAILABLE:
-            raise RuntimeError(f"backend {backend!r} is not available: {_UNAVAILABLE[backend]}")
+            raise ValueError(f"backend {backend!r} is not available: {_UNAVAILABLE[backend]}")
         chosen = next(iter(_BUILDERS)) if backend == "auto" else backend
         self.backend = _BUILDERS[chosen](kernel_chunk)
         self.not_taken = dict(_UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""What one step means for the KDA layers: rows, slots, exports, checked once and used by each layer.
+"""What one step means for the KDA layers: rows, slots and exports, checked once for all layers.
 
 Slots: real ones are 1 .. num_slots and distinct within a batch; 0 is the padding sink (a row there
 runs, and whatever it leaves is meaningless); -1 means no slot: the row is skipped, its outputs are
@@ -57,7 +57,7 @@ def build_metadata(
     tokens when the batch is padded beyond query_start[-1] (their outputs are zeros).
     one_token_rows: "decode", or "extend" to send them through the prefill kernel.
     Raises ValueError naming what is wrong: a slot out of range or used twice, a negative context,
-    an export out of place.
+    an export out of place or of a row that is skipped.
     """
     starts = _ints(query_start)
     slots, context_len = _ints(slots), _ints(context_len)
@@ -71,6 +71,8 @@ def build_metadata(
             f"query_start describes {B} rows, but there are {len(slots)} slots and "
             f"{len(context_len)} context lengths"
         )
+    if one_token_rows not in ("decode", "extend"):
+        raise ValueError(f"one_token_rows must be 'decode' or 'extend', got {one_token_rows!r}")
     if any(length < 0 for length in context_len):
         raise ValueError(f"context_len must not be negative, got {min(context_len)}")
     wanted = [tuple(_ints(e)) for e in exports] if exports is not None else []
@@ -78,6 +80,9 @@ def build_metadata(
         if len(entry) != 3:
             raise ValueError(f"an export is (row, offset, destination slot), got {entry}")
     check_exports([Export(row, offset) for row, offset, _ in wanted], lengths, export_alignment)
+    for row, _, destination in wanted:
+        if slots[row] == -1 and destination > 0:
+            raise ValueError(f"an export keeps row {row}, which has no slot (-1) and is not run")
     _check_slots(slots, [entry[2] for entry in wanted], num_slots)
 
     extend, decode = [], []

@@ -1,4 +1,4 @@
-"""Latent attention (MLA without rotation): one cached row of L + R numbers per token (architecture 6).
+"""Latent attention: MLA without rotation, one cached row of L + R numbers a token (architecture 6).
 
 A latent row is [c | r]: the normalised latent c [L] and the shared key part r [R], never rotated in
 K3 but cached and counted in the scale. With W_UK, W_UV the key and value rows of kv_b per head:

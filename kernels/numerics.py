@@ -16,7 +16,7 @@ _SMALLEST_LOGIT = {torch.float32: -87.0, torch.float64: -700.0}
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of internal arithmetic: float64 for float64 input, float32 for anything narrower."""
+    """The dtype of internal arithmetic: float64 for float64 input, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -35,5 +35,8 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     An RMS norm rescaled by 1/sqrt(K) would put eps on the mean, K times larger in effect, and
     differ visibly for small activations. A zero vector stays zero. In place: nothing.
+    Result in float32 (float64 for float64 x).
     """
-    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+    x = x.to(compute_dtype(x))
+    squares = (x * x).contiguous()  # the last bit of a sum depends on the order in memory
+    return x / torch.sqrt(squares.sum(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Packed rows: how query_start and exports are read and refused, once for every kernel.
+"""Packed rows: how query_start, exports and operands are read and refused, once for all kernels.
 
 A batch is N tokens in one tensor; row r owns tokens query_start[r] .. query_start[r+1], and may
 own none. An export asks for the state of a row after `offset` of its tokens, 1 <= offset <= T.
@@ -6,6 +6,7 @@ own none. An export asks for the state of a row after `offset` of its tokens, 1 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def row_lengths(
     starts = query_start.tolist() if isinstance(query_start, Tensor) else list(query_start)
     if not starts or starts[0] != 0:
         raise ValueError(f"query_start must begin with 0, got {starts[:1] or 'no entries'}")
-    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
     if any(length < 0 for length in lengths):
         row = next(r for r, length in enumerate(lengths) if length < 0)
         raise ValueError(f"query_start falls from {starts[row]} to {starts[row + 1]} at row {row}")
@@ -58,4 +59,33 @@ def check_exports(exports: Sequence[Export], lengths: Sequence[int], alignment: 
             raise ValueError(
                 f"export of row {row} after {offset} tokens: offset must be a multiple of "
                 f"{alignment} (export_alignment) or the row's end {lengths[row]}"
+            )
+
+
+def check_scan_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    S0: Tensor,
+    query_start: Tensor | Sequence[int],
+) -> None:
+    """Refuse operands of a scan whose shapes do not agree; the message names the first one."""
+    if q.dim() != 3 or v.dim() != 3:
+        raise ValueError(f"q and v must be [N, H, K] and [N, H, V], got {[*q.shape]}, {[*v.shape]}")
+    N, H, K = q.shape
+    rows, V = len(query_start) - 1, v.shape[-1]
+    expected = {
+        "k": (k, (N, H, K)),
+        "v": (v, (N, H, V)),
+        "g": (g, (N, H, K)),
+        "beta": (beta, (N, H)),
+        "S0": (S0, (rows, H, V, K)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {[*shape]} (q is {[N, H, K]}, {rows} rows, "
+                f"states value-first), got {[*tensor.shape]}"
             )

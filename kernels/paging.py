@@ -92,7 +92,11 @@ def build_attention_metadata(
     """
     starts = query_start.tolist() if isinstance(query_start, Tensor) else list(query_start)
     context = context_len.tolist() if isinstance(context_len, Tensor) else list(context_len)
-    begins, lengths = row_lengths(starts, starts[-1])
+    begins, lengths = row_lengths(starts, starts[-1] if starts else 0)
+    if len(context) != len(lengths) or any(length < 0 for length in context):
+        raise ValueError(
+            f"context_len must be {len(lengths)} lengths, none negative; got {context}"
+        )
     if page_table.dim() != 2 or page_table.shape[0] != len(lengths):
         raise ValueError(
             f"page_table must be [{len(lengths)}, P], one line a row; got {[*page_table.shape]}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.numerics import compute_dtype
-from kernels.packing import Export, check_exports, row_lengths
+from kernels.packing import Export, check_exports, check_scan_shapes, row_lengths
 
 
 class ScanResult(NamedTuple):
@@ -45,7 +45,7 @@ def kda_step(
     scale = K**-0.5 if scale is None else scale
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     key = k.reshape(B * H, K, 1)
-    decayed = (S * g.exp().unsqueeze(-2)).view(B * H, V, K)
+    decayed = (S * g.exp().unsqueeze(-2)).contiguous().view(B * H, V, K)
     u = beta.reshape(B * H, 1, 1) * torch.baddbmm(v.reshape(B * H, V, 1), decayed, key, alpha=-1)
     S = torch.baddbmm(decayed, u, key.mT)
     o = torch.bmm(S, (q * scale).reshape(B * H, K, 1))
@@ -68,6 +68,7 @@ def kda_token_scan(
     All rows advance together, so the loop is as long as the longest row. Exports may fall after
     any token.
     """
+    check_scan_shapes(q, k, v, g, beta, S0, query_start)
     starts, lengths = row_lengths(query_start, q.shape[0])
     check_exports(exports, lengths, alignment=1)
     order = sorted(range(len(lengths)), key=lambda r: -lengths[r])

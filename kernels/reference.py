@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.numerics import compute_dtype
-from kernels.packing import Export, check_exports, row_lengths
+from kernels.packing import Export, check_exports, check_scan_shapes, row_lengths
 from kernels.recurrent import ScanResult
 from kernels.short_conv import ConvResult
 
@@ -29,6 +29,7 @@ def kda_reference(
     scale: float | None = None,
 ) -> ScanResult:
     """The recurrence. Arguments and results as in `chunked.kda_chunk_scan`; exports anywhere."""
+    check_scan_shapes(q, k, v, g, beta, S0, query_start)
     starts, lengths = row_lengths(query_start, q.shape[0])
     check_exports(exports, lengths, alignment=1)
     dtype = compute_dtype(q)

@@ -30,6 +30,10 @@ from kimi_mini.layers.mlp import MLP
 from kimi_mini.layers.moe import SparseMoE
 from kimi_mini.layers.norm import RMSNorm
 from kimi_mini.layers.parameters import Linear, unfilled
+from kimi_mini.weights.inventory import parameter_count
+from kimi_mini.weights.random_init import initialise
+from kimi_mini.weights.reading import LoadReport, read_checkpoint
+from kimi_mini.weights.writing import write_checkpoint
 
 
 class DecoderLayer(nn.Module):
@@ -133,6 +137,37 @@ class KimiForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.load_report: LoadReport | None = None  # what from_pretrained found
+
+    @classmethod
+    def from_config(
+        cls, config: KimiConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kernels
+    ) -> KimiForCausalLM:
+        """Random weights (`weights.random_init`), the same for the same seed. kernels: backend,
+        kernel_chunk."""
+        model = cls(config, dtype, **kernels)
+        initialise(model.state_dict(), config, seed)
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, *, dtype: torch.dtype | str = torch.float32, **kernels
+    ) -> KimiForCausalLM:
+        """A checkpoint folder in the published layout; dtype "auto" follows its config.
+
+        Raises ConfigError or CheckpointError (both ValueError) naming all that is wrong.
+        """
+        config = KimiConfig.from_json(Path(directory) / "config.json")
+        model = cls(config, getattr(torch, config.dtype) if dtype == "auto" else dtype, **kernels)
+        model.load_report = read_checkpoint(directory, config, model.state_dict())
+        return model
+
+    def save_pretrained(self, directory: str | Path, **options) -> None:
+        """Write a checkpoint folder in the published layout, whole or not at all.
+
+        options: as `weights.writing.write_checkpoint` (expert format, shard size, overwrite).
+        """
+        write_checkpoint(directory, self.config, self.state_dict(), **options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,8 +233,6 @@ class KimiForCausalLM(nn.Module):
 
 def refuse_oversize(config: KimiConfig, dtype: torch.dtype) -> None:
     """ConfigError if the parameters alone would not fit this machine's memory."""
-    from kimi_mini.weights.inventory import parameter_count
-
     needed = parameter_count(config) * dtype.itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:

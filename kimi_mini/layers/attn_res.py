@@ -3,11 +3,13 @@
     s_j = (c . x_j) / sqrt(mean(x_j^2) + eps)      c = norm * proj, the pseudo-query
     Mix = sum_j softmax(s)_j x_j                   no 1/sqrt(width); the values are the RAW sources
 
-Sources are the bank (the embedding, then the sum of all sublayer outputs of each finished block) and
-the running prefix p. There is no ordinary residual: a mixture feeds its sublayer and is never added
-back, and p holds only sublayer outputs of the current block. All of it is per token: no state.
+Sources are the bank (the embedding, then the sum of all sublayer outputs of each finished block)
+and the running prefix p. There is no ordinary residual: a mixture feeds its sublayer and is never
+added back; p holds only sublayer outputs of the current block. All of it is per token: no state.
 
-A model without AttnRes uses the same stream with an empty bank, where Mix is p itself.
+The whole stream is float32 (float64), also in a bf16 model: sublayers read it through a norm that
+casts, and rounding p after every sum is what would cost most. A model without AttnRes uses the same
+stream with an empty bank, where Mix is p itself.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from kimi_mini.layers.parameters import unfilled
 
 
 class ResidualStream(NamedTuple):
-    """What flows between layers, for N tokens."""
+    """What flows between layers, for N tokens; all of it float32 (float64)."""
 
     prefix: Tensor | None  # [N, hidden]; None just after a block has opened
-    bank: Tensor  # [N, m, hidden] finished sources, float32 (float64)
+    bank: Tensor  # [N, m, hidden] finished sources
     inverse_rms: Tensor  # [N, m] of the bank, so that a frozen source is measured once
 
     def open_block(self, eps: float) -> ResidualStream:
         """Freeze the prefix as a new source; the next block starts from nothing."""
-        source = self.prefix.to(self.bank.dtype).unsqueeze(1)
+        source = self.prefix.unsqueeze(1)
         return ResidualStream(
             None,
             torch.cat([self.bank, source], 1),
@@ -39,6 +41,7 @@ class ResidualStream(NamedTuple):
 
     def add(self, output: Tensor) -> ResidualStream:
         """Add a sublayer's output to the prefix."""
+        output = output.to(self.bank.dtype)
         return self._replace(prefix=output if self.prefix is None else self.prefix + output)
 
     def at(self, tokens: Tensor) -> ResidualStream:
@@ -47,11 +50,10 @@ class ResidualStream(NamedTuple):
 
 
 def start_stream(embedding: Tensor) -> ResidualStream:
-    """The stream before the first layer: the embedding as prefix, nothing banked."""
-    N, width = embedding.shape
-    dtype = compute_dtype(embedding)
-    empty = embedding.new_zeros(N, 0, width, dtype=dtype)
-    return ResidualStream(embedding, empty, empty[..., 0])
+    """The stream before the first layer: the embedding [N, hidden] as prefix, nothing banked."""
+    prefix = embedding.to(compute_dtype(embedding))
+    empty = prefix.new_zeros(prefix.shape[0], 0, prefix.shape[1])
+    return ResidualStream(prefix, empty, empty[..., 0])
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -60,7 +62,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class AttnResidual(nn.Module):
-    """One reading point: stream → mixture [N, hidden] in the dtype of the prefix."""
+    """One reading point: stream → mixture [N, hidden] in the dtype of the stream."""
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -69,17 +71,14 @@ class AttnResidual(nn.Module):
         self.eps = eps
 
     def forward(self, stream: ResidualStream) -> Tensor:
-        prefix, bank, bank_rms = stream
+        p, bank, bank_rms = stream
         if bank.shape[1] == 0:
-            return prefix
-        dtype = bank.dtype
-        query = self.norm.to(dtype) * self.proj.to(dtype)
-        p = prefix.to(dtype)
+            return p
+        query = self.norm.to(p.dtype) * self.proj.to(p.dtype)
         own = (p @ query) * inverse_rms(p, self.eps)  # [N]
         scores = torch.cat([(bank @ query) * bank_rms, own.unsqueeze(1)], 1)
         weights = torch.softmax(scores, 1)  # [N, m+1]
-        mixture = torch.bmm(weights[:, None, :-1], bank).squeeze(1) + weights[:, -1:] * p
-        return mixture.to(prefix.dtype)
+        return torch.bmm(weights[:, None, :-1], bank).squeeze(1) + weights[:, -1:] * p
 
 
 class PlainResidual(nn.Module):

@@ -41,11 +41,11 @@ def select_experts(biased: Tensor, k: int, groups: int = 1, kept_groups: int = 1
     """
     if groups > 1:
         grouped = biased.unflatten(-1, (groups, -1))  # [N, groups, E/groups]
-        best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-        kept = best_two.sort(-1, descending=True, stable=True).indices[:, :kept_groups]
+        best_two = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        kept = best_two.sort(dim=-1, descending=True, stable=True).indices[:, :kept_groups]
         dropped = torch.ones_like(best_two, dtype=torch.bool).scatter(1, kept, False)
         biased = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
-    best = biased.sort(-1, descending=True, stable=True)
+    best = biased.sort(dim=-1, descending=True, stable=True)
     if biased.shape[0] and bool(best.values[:, k - 1].isneginf().any()):
         raise ValueError(f"fewer than {k} experts have a score above -inf for some token")
     return best.indices[:, :k]
@@ -94,12 +94,12 @@ class Experts(nn.Module):
         E = self.w13.shape[0]
         if 3 * N * k < E:
             out = self._gathered(x, routing.experts)
-        elif N * k < 8 * E:
+        elif N * k < 16 * E:
             out = self._padded(x, routing.experts)
         else:
             out = self._one_by_one(x, routing.experts)
         weights = routing.weights.unsqueeze(1)  # [N, 1, k]
-        return torch.bmm(weights, out.view(N, k, -1).to(weights.dtype)).squeeze(1)
+        return torch.bmm(weights, out.view(N, k, x.shape[-1]).to(weights.dtype)).squeeze(1)
 
     def _gathered(self, x: Tensor, experts: Tensor) -> Tensor:
         """Few tokens: fetch each choice's own matrices. Returns [N*k, L], choices in order."""

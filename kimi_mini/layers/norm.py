@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.numerics import compute_dtype
@@ -11,7 +10,7 @@ from kimi_mini.layers.parameters import KeepsFloat32, at_least_float32, unfilled
 
 
 class RMSNorm(nn.Module):
-    """Over the last axis; result in the dtype of x."""
+    """Over the last axis; the result has the dtype of the weight, the activation dtype."""
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -20,9 +19,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] → [..., width]."""
-        dtype = compute_dtype(x)
-        normed = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-        return normed.to(x.dtype)
+        wide = x.to(compute_dtype(x))
+        rms = torch.sqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide / rms * self.weight).to(self.weight.dtype)
 
 
 class HeadNorm(RMSNorm, KeepsFloat32):

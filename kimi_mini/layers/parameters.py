@@ -1,4 +1,4 @@
-"""Parameters as checkpoints have them: unfilled until loaded, float32 where published as float32."""
+"""Parameters as checkpoints have them: unfilled until loaded, float32 where published as such."""
 
 from __future__ import annotations
 

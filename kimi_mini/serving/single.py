@@ -1,0 +1,154 @@
+"""One request from prompt to last token: prefill in pieces, then decode, in its own slot and pages.
+
+The smallest loop that uses the model as an engine does: state tensors outside, one ForwardBatch a
+step. The KDA layers carry slot 1 from piece to piece; latent rows go to pages 1, 2, 3 ... in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kimi_mini.batch import ForwardBatch, ModelState, allocate_state
+from kimi_mini.model import KimiForCausalLM
+from kimi_mini.serving.sampling import check_temperature, sample
+
+PAGE = 16
+
+
+@dataclass
+class Run:
+    """One request, and what became of it.
+
+    vocabulary: ids from here on are never sampled (None: all may be). prefill_chunk: prompt tokens
+    of one step. Raises ValueError for an empty prompt, ids outside the model's vocabulary, a
+    negative max_tokens, a bad temperature, or a prompt beyond the model's context.
+    """
+
+    model: KimiForCausalLM
+    prompt_ids: Sequence[int]
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    vocabulary: int | None = None
+    prefill_chunk: int = 512
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" or "length"
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        if not self.prompt_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        wrong = [i for i in self.prompt_ids if not 0 <= i < config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"token id {wrong[0]} is not in this model's vocabulary, 0..{config.vocab_size - 1}"
+            )
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")
+        check_temperature(self.temperature)
+        if len(self.prompt_ids) > config.max_position_embeddings:
+            raise ValueError(
+                f"the prompt has {len(self.prompt_ids)} tokens; this model's context is "
+                f"{config.max_position_embeddings} (max_position_embeddings)"
+            )
+
+    def tokens(self) -> Iterator[int]:
+        """Run, yielding each sampled token as it comes; an end-of-sequence token ends the run and
+        is kept in output_ids but not yielded. Prompt and output together stay within the context.
+        """
+        config = self.model.config
+        generator = torch.Generator().manual_seed(self.seed)
+        room = min(self.max_tokens, config.max_position_embeddings - len(self.prompt_ids))
+        self.state = self._allocate(len(self.prompt_ids) + room)
+        self.finish_reason = "length"
+        if room == 0:
+            return
+        started = time.perf_counter()
+        known = list(self.prompt_ids)
+        computed = 0
+        while True:
+            piece = known[computed : computed + self.prefill_chunk]
+            logits = self._step(piece, computed, computed + len(piece) == len(known))
+            computed += len(piece)
+            if computed < len(known):
+                continue
+            token = sample(self._masked(logits[0]), self.temperature, generator)
+            now = time.perf_counter()
+            if not self.output_ids:
+                self.prefill_seconds = now - started
+            else:
+                self.decode_seconds += now - started
+            started = now
+            self.output_ids.append(token)
+            known.append(token)
+            if token in config.eos_token_ids:
+                self.finish_reason = "stop"
+                return
+            yield token
+            started = time.perf_counter()  # the consumer's time is not ours
+            if len(self.output_ids) == room:
+                return
+
+    def _allocate(self, length: int) -> ModelState:
+        return allocate_state(
+            self.model.config,
+            num_slots=1,
+            num_pages=-(-length // PAGE),
+            page=PAGE,
+            dtype=self.model.dtype,
+        )
+
+    def _step(self, piece: list[int], context: int, wanted: bool) -> Tensor:
+        places = torch.arange(context, context + len(piece))
+        pages = 1 + torch.arange(self.state.latent.shape[1] - 1)
+        batch = ForwardBatch(
+            token_ids=torch.tensor(piece),
+            query_start=torch.tensor([0, len(piece)]),
+            context_len=torch.tensor([context]),
+            slots=torch.tensor([1]),
+            page_table=pages[None],
+            out_rows=PAGE + places,
+            logits_at=None if wanted else places[:0],
+        )
+        return self.model.forward_batch(batch, self.state)
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        if self.vocabulary is None:
+            return logits
+        beyond = torch.arange(len(logits)) >= self.vocabulary
+        return logits.masked_fill(beyond, float("-inf"))
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, the first sampled token included in the time."""
+        return _rate(len(self.prompt_ids), self.prefill_seconds)
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens after the first, a second."""
+        return _rate(max(0, len(self.output_ids) - 1), self.decode_seconds)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes held for this request by kind: recurrent, conv, and latent rows filled so far."""
+        rows = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
+        latent = self.state.latent
+        row_bytes = latent.shape[0] * latent.shape[-1] * latent.itemsize
+        return {
+            "recurrent": self.state.recurrent[:, 1].nbytes,
+            "conv": self.state.conv[:, 1].nbytes,
+            "latent": rows * row_bytes,
+            "latent_per_token": row_bytes,
+        }
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds else 0.0

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Generate tokens: with no arguments, the mini preset with random weights and a sample prompt.
+
+    python scripts/generate.py --model nano --prompt "KDA keeps a state" --max-tokens 32
+    python scripts/generate.py --model path/to/checkpoint --prompt-ids 5,17,9 --json
+
+Random weights speak no language: the text shows that tokens flow, not that they mean anything.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import torch
+
+from kernels.dispatcher import BACKENDS
+from kimi_mini.cli import UserError, run
+from kimi_mini.serving.open_model import DTYPES, OpenModel, open_model
+from kimi_mini.serving.single import Run
+from kimi_mini.serving.tokenizer import ByteStream
+
+SAMPLE_PROMPT = "A prefix is pages you can cut and a state you cannot. "
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="mini", help="a preset or a checkpoint folder (default: mini)")
+    add("--prompt", help="text, encoded as bytes")
+    add("--prompt-ids", help="token ids instead of text: 1,2,3 or a JSON list")
+    add("--max-tokens", type=int, default=64)
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--seed", type=int, default=0, help="of the random weights and of sampling")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--threads", type=int, help="torch threads (default: torch's own choice)")
+    add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
+    add("--json", action="store_true", help="one JSON object instead of text")
+    return parser.parse_args(argv)
+
+
+def prompt_ids(args: argparse.Namespace, opened: OpenModel) -> list[int]:
+    if args.prompt_ids is not None and args.prompt is not None:
+        raise UserError("give --prompt or --prompt-ids, not both")
+    if args.prompt_ids is None:
+        if args.prompt == "":
+            raise UserError("the prompt is empty: give --prompt some text, or --prompt-ids")
+        return opened.encode(SAMPLE_PROMPT if args.prompt is None else args.prompt)
+    try:
+        return [int(part) for part in args.prompt_ids.strip("[] ").split(",") if part.strip()]
+    except ValueError:
+        raise UserError(
+            f"--prompt-ids takes whole numbers, 1,2,3; got {args.prompt_ids!r}"
+        ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise UserError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    opened = open_model(args.model, args.dtype, args.seed, args.backend)
+    request = Run(
+        opened.model,
+        prompt_ids(args, opened),
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        vocabulary=opened.vocabulary,
+    )
+    stream = ByteStream()
+    if not args.json:
+        for note in opened.notes:
+            print(note, file=sys.stderr)
+    text = []
+    for token in request.tokens():
+        text.append(stream.push(token) if opened.has_text else f"{token} ")
+        if not args.json:
+            print(text[-1], end="", flush=True)
+    text.append(stream.finish())
+    if args.json:
+        print(json.dumps(report(args, request, "".join(text) if opened.has_text else None)))
+    else:
+        print(text[-1])
+        print(closing_line(request), file=sys.stderr)
+    return 0
+
+
+def report(args: argparse.Namespace, request: Run, text: str | None) -> dict:
+    return {
+        "model": args.model,
+        "dtype": str(request.model.dtype).removeprefix("torch."),
+        "backend": request.model.dispatcher.backend.name,
+        "prompt_ids": list(request.prompt_ids),
+        "output_ids": request.output_ids,
+        "text": text,
+        "finish_reason": request.finish_reason,
+        "prefill_seconds": request.prefill_seconds,
+        "prefill_tokens_per_second": request.prefill_rate,
+        "decode_seconds": request.decode_seconds,
+        "decode_tokens_per_second": request.decode_rate,
+        "state_bytes": request.state_bytes(),
+    }
+
+
+def closing_line(request: Run) -> str:
+    size = request.state_bytes()
+    return (
+        f"prefill {len(request.prompt_ids)} tokens, {request.prefill_rate:,.0f} tokens/s · "
+        f"decode {len(request.output_ids)} tokens, {request.decode_rate:,.0f} tokens/s · "
+        f"state: recurrent {size['recurrent']:,} B + conv {size['conv']:,} B (fixed), "
+        f"latent {size['latent']:,} B ({size['latent_per_token']:,} B a token)"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

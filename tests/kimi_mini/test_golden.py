@@ -1,0 +1,140 @@
+"""The whole model against implementations that nobody of this project wrote.
+
+float32: the tolerances that the golden data advise (logits 5e-4, traces 1e-3, states 2e-4; the
+implementations behind it lie within 1.2e-4 of float64). float64: 1e-8 against its own reference.
+"""
+
+import json
+
+import pytest
+import torch
+
+from kimi_mini.layers.kda import KimiDeltaAttention
+from tests.kimi_mini.golden_cases import (
+    FOLDER,
+    NAMES,
+    PROMPTS,
+    Sequence,
+    golden_model,
+    goldens,
+    poisoned_state,
+)
+
+LOGITS, TRACE, STATE, FLOAT64 = 5e-4, 1e-3, 2e-4, 1e-8
+EACH = pytest.mark.parametrize("name", NAMES)
+PIECES = (1, 3, 16, 64)
+
+
+@EACH
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_stateless_logits_agree_with_other_implementations(name, prompt):
+    golden = goldens(name)
+    ids, at = golden[f"p{prompt}.input_ids"], golden[f"p{prompt}.positions"]
+    with torch.inference_mode():
+        single = golden_model(name, torch.float32)(ids[None])[0, at]
+        double = golden_model(name, torch.float64)(ids[None])[0, at]
+    assert (single - golden[f"p{prompt}.logits"]).abs().max() < LOGITS
+    assert (double - golden[f"p{prompt}.logits_f64"]).abs().max() < FLOAT64
+
+
+@EACH
+@pytest.mark.parametrize("piece", PIECES)
+def test_prefill_in_pieces_then_decode_gives_the_recorded_continuation(name, piece):
+    """Slots and pages start as NaN; two prompts share the state tensors, one after the other."""
+    golden, model = goldens(name), golden_model(name, torch.float32)
+    state = poisoned_state(model, slots=3, pages=40, page=16)
+    pages = torch.randperm(40, generator=torch.Generator().manual_seed(piece)) + 1
+    for slot, prompt in ((2, 130), (1, 65), (2, 17), (1, 3), (2, 1)):
+        ids = golden[f"p{prompt}.input_ids"]
+        sequence = Sequence(model, state, slot, pages[:12])
+        for part in ids.split(piece):
+            logits = sequence.run(part)
+        greedy, wanted = golden[f"p{prompt}.greedy_ids"], golden[f"p{prompt}.greedy_logits"]
+        for step in range(len(greedy)):
+            assert (logits - wanted[step]).abs().max() < LOGITS
+            assert logits.argmax() == greedy[step]
+            logits = sequence.run(greedy[step : step + 1])
+
+
+@EACH
+@pytest.mark.parametrize("piece", PIECES)
+def test_in_float64_every_way_through_the_model_gives_the_same_logits(name, piece):
+    golden, model = goldens(name), golden_model(name, torch.float64)
+    ids = torch.cat([golden["p65.input_ids"], golden["p65.greedy_ids"]])
+    with torch.inference_mode():
+        whole = model(ids[None])[0]
+    assert (whole[64] - golden["p65.logits_f64"][-1]).abs().max() < FLOAT64
+    state = poisoned_state(model, slots=1, pages=30, page=3)
+    sequence = Sequence(model, state, 1, torch.arange(30, 0, -1))
+    for part in [*ids[:65].split(piece), *ids[65:].split(1)]:
+        logits = sequence.run(part)
+        difference = (logits - whole[sequence.length - 1]).abs().max() / whole.abs().max()
+        assert difference < 1e-10  # decision 9; measured 1e-14
+
+
+@EACH
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("piece", (16, 65))
+def test_states_after_a_prompt_agree_with_other_implementations(name, backend, piece):
+    golden, model = goldens(name), golden_model(name, torch.float32, backend)
+    state = poisoned_state(model, slots=2, pages=9, page=8)
+    sequence = Sequence(model, state, 2, torch.tensor([4, 9, 1, 7, 2, 3, 8, 5, 6]))
+    for part in golden["p65.input_ids"].split(piece):
+        sequence.run(part)
+    for j, layer in enumerate(model.config.kda_layer_ids):
+        assert (state.recurrent[j, 2] - golden[f"state.L{layer}.S"]).abs().max() < STATE
+        assert (state.conv[j, 2] - golden[f"state.L{layer}.conv"]).abs().max() < STATE
+    for j, layer in enumerate(model.config.mla_layer_ids):
+        c, r = golden[f"state.L{layer}.c"], golden[f"state.L{layer}.r"]
+        assert (sequence.layer_latent(j) - torch.cat([c, r], -1)).abs().max() < STATE
+
+
+def record(model, run):
+    """Inputs and outputs of the sublayers of each layer during `run`, by the goldens' names."""
+    seen, hooks = {}, []
+
+    def watch(module, name, pick):
+        hooks.append(
+            module.register_forward_hook(
+                lambda _, args, out: seen.__setitem__(name, pick(args, out))
+            )
+        )
+
+    for i, layer in enumerate(model.model.layers):
+        watch(layer.input_layernorm, f"L{i}.attn_in", lambda a, o: a[0])
+        watch(layer.post_attention_layernorm, f"L{i}.mlp_in", lambda a, o: a[0])
+        watch(layer.self_attn, f"L{i}.attn_out", lambda a, o: o)
+        watch(layer.block_sparse_moe if layer.moe else layer.mlp, f"L{i}.mlp_out", lambda a, o: o)
+        watch(layer, f"L{i}.out", lambda a, o: o.prefix)
+        if isinstance(layer.self_attn, KimiDeltaAttention):
+            watch(layer.self_attn.o_norm, f"L{i}.kda_core", lambda a, o: a[0])
+        if layer.moe:
+            watch(layer.block_sparse_moe.gate, f"L{i}.routing", lambda a, o: o)
+    watch(model.model.norm, "final_mix", lambda a, o: a[0])
+    watch(model.model.norm, "final_norm", lambda a, o: o)
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@EACH
+def test_every_sublayer_agrees_with_the_recorded_trace(name):
+    golden, model = goldens(name), golden_model(name, torch.float32)
+    with torch.inference_mode():
+        seen = record(model, lambda: model(golden["p17.input_ids"][None]))
+    kinds = json.loads((FOLDER / name / "goldens.json").read_text())["layers"]
+    compared = 0
+    for key in [k for k in golden if k.startswith("trace.")]:
+        stem = key.removeprefix("trace.")
+        if "topk" in stem:
+            experts, order = seen[stem.split(".")[0] + ".routing"].experts.sort()
+            weights = seen[stem.split(".")[0] + ".routing"].weights.gather(1, order)
+            if stem.endswith("ids"):
+                assert torch.equal(experts, golden[key].long()), key
+            else:
+                assert (weights - golden[key]).abs().max() < TRACE, key
+        else:
+            assert (seen[stem] - golden[key]).abs().max() < TRACE, key
+        compared += 1
+    assert compared >= 5 * len(kinds) + 2

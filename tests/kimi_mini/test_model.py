@@ -1,0 +1,450 @@
+"""The model as a whole: one implementation for training, prefill and decode."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from kimi_mini import ConfigError, ForwardBatch, KimiForCausalLM, preset
+from kimi_mini.weights.inventory import parameter_count
+from kimi_mini.weights.names import parameter_specs
+from tests.kimi_mini.golden_cases import Sequence, poisoned_state, run_step
+
+# decision 9: whole model, float32, expert choices of the first run replayed
+FLOAT32 = 5e-5
+FLOAT64 = 1e-10
+
+
+def model(name="nano", dtype=torch.float64, seed=3, **kernels):
+    return KimiForCausalLM.from_config(preset(name), seed=seed, dtype=dtype, **kernels)
+
+
+def ids(n, seed=0, vocab=320):
+    return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def routers(net):
+    return [layer.block_sparse_moe.gate for layer in net.model.layers if layer.moe]
+
+
+def recorded_choices(net, run):
+    """Expert choices [tokens, k] of each MoE layer during run()."""
+    seen = [[] for _ in routers(net)]
+    hooks = [
+        router.register_forward_hook(lambda _, a, out, keep=keep: keep.append(out.experts))
+        for router, keep in zip(routers(net), seen, strict=True)
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(keep) for keep in seen]
+
+
+def with_choices(net, choices, run):
+    """run() with the given expert choices, consumed in order."""
+    taken = [0] * len(choices)
+
+    def force(i):
+        def hook(_, args):
+            start, n = taken[i], len(args[0])
+            taken[i] += n
+            return args, {"experts": choices[i][start : start + n]}
+
+        return lambda module, args, kwargs: hook(module, args)
+
+    hooks = [
+        router.register_forward_pre_hook(force(i), with_kwargs=True)
+        for i, router in enumerate(routers(net))
+    ]
+    out = run()
+    for hook in hooks:
+        hook.remove()
+    return out
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+
+# --- shape of the thing ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nano", "mini", "deep"])
+def test_the_parameters_are_exactly_those_of_the_name_mapping(name):
+    with torch.device("meta"):
+        net = KimiForCausalLM(preset(name))
+    specs = parameter_specs(preset(name))
+    assert {n: tuple(p.shape) for n, p in net.named_parameters()} == {
+        n: tuple(s.shape) for n, s in specs.items()
+    }
+
+
+def test_the_bench_preset_has_its_published_size():
+    assert parameter_count(preset("bench")) == 43_700_080
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated():
+    with pytest.raises(ConfigError, match="2,779,484,478,208 parameters"):
+        KimiForCausalLM(preset("k3"))
+
+
+def test_an_unfilled_model_is_all_nan():
+    net = KimiForCausalLM(preset("nano"))
+    assert all(p.isnan().all() for p in net.parameters())
+
+
+# --- stateless, differentiable --------------------------------------------------------------------
+
+
+def test_gradients_through_the_chunk_form_are_those_of_the_reference_recurrence():
+    inputs = ids(2 * 21).view(2, 21)
+
+    def gradients(backend):
+        net = model(backend=backend)
+        net(inputs).log_softmax(-1)[:, :-1].gather(-1, inputs[:, 1:, None]).mean().backward()
+        return {n: p.grad for n, p in net.named_parameters()}
+
+    fast, slow = gradients("torch"), gradients("reference")
+    without = [n for n, g in slow.items() if g is None]
+    # read by nothing: with an empty bank the first mixture is its only source; biases only select
+    assert all("layers.0.self_attention_res" in n or "correction_bias" in n for n in without)
+    for name, gradient in slow.items():
+        if gradient is not None:
+            assert (fast[name] - gradient).abs().max() < 1e-12, name
+
+
+def test_gradients_agree_with_finite_differences():
+    net = model()
+    inputs = ids(19)[None]
+
+    def loss():
+        return net(inputs).log_softmax(-1)[0, :-1].gather(-1, inputs[0, 1:, None]).mean()
+
+    loss().backward()
+    for name in ("0.self_attn.A_log", "1.self_attn.conv_weight", "2.self_attn.in_proj.weight",
+                 "3.self_attn.kv_b_proj.weight", "3.mlp_res.proj"):  # fmt: skip
+        parameter = net.get_parameter(f"model.layers.{name}")
+        direction = torch.randn_like(parameter)
+        with torch.no_grad():
+            parameter.add_(1e-6 * direction)
+            up = loss()
+            parameter.sub_(2e-6 * direction)
+            down = loss()
+            parameter.add_(1e-6 * direction)
+        slope = (up - down) / 2e-6
+        assert abs(slope - (parameter.grad * direction).sum()) < 1e-7 * max(1, abs(slope)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_optimiser_step_lowers_a_loss(dtype):
+    net = model(dtype=dtype)
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.05)
+    inputs = ids(2 * 16).view(2, 16)
+
+    def loss():
+        logits = net(inputs)[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, inputs[:, 1:].flatten())
+
+    before = loss()
+    before.backward()
+    optimiser.step()
+    assert loss() < before - 0.01
+
+
+def test_rows_of_a_batch_are_sequences_of_their_own():
+    net = model()
+    inputs = ids(3 * 40).view(3, 40)
+    together = net(inputs)
+    assert together.shape == (3, 40, 320)
+    for r in range(3):
+        assert relative(together[r : r + 1], net(inputs[r : r + 1])) < FLOAT64
+
+
+def test_later_tokens_change_no_bit_of_earlier_logits():
+    """With the same expert choices: how many tokens share an expert's product may show in the last
+    bits of each of them (decision 9)."""
+    net = model(dtype=torch.float32)
+    first = ids(70)
+    second = first.clone()
+    second[41:] = ids(29, seed=9)
+    choices = recorded_choices(net, lambda: net(first[None]))
+    one, other = (with_choices(net, choices, lambda t=t: net(t[None])[0]) for t in (first, second))
+    assert torch.equal(one[:41], other[:41])
+    assert not torch.equal(one[41:], other[41:])
+
+
+def test_a_call_leaves_nothing_behind():
+    """BR-78: A, B, an error, A."""
+    net = model(dtype=torch.float32)
+    a, b = ids(33)[None], ids(20, seed=5)[None]
+    before = net(a)
+    net(b)
+    with pytest.raises(ValueError, match="0..319"):
+        net(torch.tensor([[1, 320]]))
+    assert torch.equal(net(a), before)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1)])
+def test_empty_and_tiny_batches_have_the_right_shape(shape):
+    assert model()(torch.zeros(shape, dtype=torch.long)).shape == (*shape, 320)
+
+
+# --- over slots and pages -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, seed", [("nano", 3), ("mini", 1)])
+@pytest.mark.parametrize("lengths", [(1,), (3,), (40,), (16, 17, 1), (100,)])
+def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, lengths):
+    """Random splits, decode among them; decision 9."""
+    net = model(name, torch.float32, seed)
+    vocab = net.config.vocab_size
+    total = ids(120, seed=len(lengths), vocab=vocab)
+    whole = []
+    with torch.inference_mode():
+        choices = recorded_choices(net, lambda: whole.append(net(total[None])[0]))
+    sequence = Sequence(net, poisoned_state(net, slots=2, pages=30, page=5), 2, torch.arange(1, 31))
+
+    def pieces():
+        out, at, turn = [], 0, 0
+        while at < len(total):
+            part = total[at : at + lengths[turn % len(lengths)]]
+            out.append(sequence.run(part))
+            at += len(part)
+            turn += 1
+        return out, turn
+
+    out, _ = with_choices(net, choices, pieces)
+    assert relative(out[-1], whole[0][-1]) < FLOAT32
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_mixed_batch_is_its_rows_run_alone(backend):
+    """Decode rows, a piece with history, a fresh row, an empty row; A-B-A over the same slots."""
+    net = model(backend=backend)
+    state = poisoned_state(net, slots=5, pages=40, page=4)
+    alone = poisoned_state(net, slots=5, pages=40, page=4)
+    pages = (torch.randperm(40, generator=torch.Generator().manual_seed(0)) + 1).split(8)
+
+    def start(memory):
+        return [Sequence(net, memory, slot, pages[slot - 1]) for slot in (4, 1, 3, 2)]
+
+    texts = [ids(31, seed) for seed in range(4)]
+    plan = [(9, 20, 0, 0), (1, 3, 7, 0), (1, 1, 1, 5), (4, 1, 0, 1), (1, 6, 17, 1)]
+    batched, single = start(state), start(alone)
+    for lengths in plan:
+        work = [
+            (s, text[s.length : s.length + n])
+            for s, text, n in zip(batched, texts, lengths, strict=True)
+        ]
+        logits = run_step(work)
+        for row, (s, text, n) in enumerate(zip(single, texts, lengths, strict=True)):
+            if n:
+                expected = s.run(text[s.length : s.length + n])
+                assert relative(logits[row], expected) < FLOAT64
+            else:
+                assert (logits[row] == 0).all()
+    for kind in ("recurrent", "conv"):
+        got, expected = getattr(state, kind)[:, 1:5], getattr(alone, kind)[:, 1:5]
+        assert relative(got, expected) < FLOAT64
+    for s in single:
+        rows = s.rows(s.length)
+        for layer in range(2):
+            got = state.latent[layer].flatten(0, 1)[rows]
+            assert relative(got, alone.latent[layer].flatten(0, 1)[rows]) < FLOAT64
+
+
+def test_rows_of_uneven_prompts_join_and_leave_without_moving_others():
+    """BR-07, BR-63: lengths 3, 40, 100 in pieces of 32; then a fresh row joins and one leaves."""
+    net = model()
+    state = poisoned_state(net, slots=4, pages=60, page=8)
+    texts = [ids(n, seed=n) for n in (3, 40, 100, 21)]
+    rows = [Sequence(net, state, i + 1, torch.arange(15) + 1 + 15 * i) for i in range(4)]
+    with torch.inference_mode():
+        alone = [net(text[None])[0] for text in texts]
+    active = [0, 1, 2]
+    joined = False
+    while active:
+        work = [(rows[i], texts[i][rows[i].length : rows[i].length + 32]) for i in active]
+        logits = run_step(work)
+        for row, i in enumerate(active):
+            assert relative(logits[row], alone[i][rows[i].length - 1]) < FLOAT64
+        active = [i for i in active if rows[i].length < len(texts[i])]
+        if not joined:
+            active, joined = [*active, 3], True
+
+
+def batch_of(sequence, tokens, **changes):
+    page = sequence.state.latent.shape[2]
+    used = sequence.length + len(tokens)
+    fields = dict(
+        token_ids=tokens,
+        query_start=torch.tensor([0, len(tokens)]),
+        context_len=torch.tensor([sequence.length]),
+        slots=torch.tensor([sequence.slot]),
+        page_table=sequence.pages[None, : -(-used // page)],
+        out_rows=sequence.rows(used)[sequence.length :],
+    )
+    return ForwardBatch(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("backend, offsets", [("torch", (16, 48, 61)), ("reference", (1, 2, 37))])
+def test_an_export_is_the_state_after_exactly_that_many_tokens(backend, offsets):
+    net = model(backend=backend)
+    state = poisoned_state(net, slots=9, pages=9, page=8)
+    sequence = Sequence(net, state, 2, torch.arange(1, 10))
+    sequence.run(ids(5))
+    tail = ids(61, seed=1)
+    exports = torch.tensor([[0, offset, 5 + i] for i, offset in enumerate(offsets)])
+    net.forward_batch(batch_of(sequence, tail, exports=exports), state)
+    for i, offset in enumerate(offsets):
+        fresh = poisoned_state(net, slots=1, pages=9, page=8)
+        other = Sequence(net, fresh, 1, torch.arange(1, 10))
+        other.run(ids(5))
+        other.run(tail[:offset])
+        assert relative(state.recurrent[:, 5 + i], fresh.recurrent[:, 1]) < FLOAT64
+        assert relative(state.conv[:, 5 + i], fresh.conv[:, 1]) < FLOAT64
+    untouched = [1, 3, 4, 8, 9]
+    assert state.recurrent[:, untouched].isnan().all() and state.conv[:, untouched].isnan().all()
+
+
+def test_only_the_wanted_tokens_reach_the_head():
+    """BR-31: one row per sequence by default; none for a piece whose logits nobody wants."""
+    net = model(dtype=torch.float32)
+    seen = []
+    net.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
+    state = poisoned_state(net, slots=1, pages=9, page=8)
+    sequence = Sequence(net, state, 1, torch.arange(1, 10))
+    text = ids(30)
+    net.forward_batch(batch_of(sequence, text, logits_at=torch.tensor([], dtype=torch.long)), state)
+    net.forward_batch(batch_of(sequence, text), state)
+    picked = net.forward_batch(batch_of(sequence, text, logits_at=torch.tensor([29, 4])), state)
+    assert seen == [0, 1, 2]
+    with torch.inference_mode():
+        assert relative(picked, net(text[None])[0, [29, 4]]) < FLOAT32
+
+
+def test_padding_rows_and_padding_tokens_touch_no_real_memory():
+    """BR-62, D08: slots [2, -1, -1], 2 physical tokens beyond the last row."""
+    net = model()
+    state = poisoned_state(net, slots=3, pages=6, page=4)
+    sequence = Sequence(net, state, 2, torch.tensor([5, 2]))
+    text = ids(5)
+    expected = Sequence(
+        net, poisoned_state(net, slots=3, pages=6, page=4), 2, torch.tensor([5, 2])
+    ).run(text)
+    padded = ForwardBatch(
+        token_ids=torch.cat([text, torch.zeros(4, dtype=torch.long)]),
+        query_start=torch.tensor([0, 5, 6, 7]),
+        context_len=torch.tensor([0, 0, 0]),
+        slots=torch.tensor([2, -1, -1]),
+        page_table=torch.tensor([[5, 2], [0, -1], [0, -1]]),
+        out_rows=torch.cat([sequence.rows(5), torch.tensor([0, 0, -1, -1])]),
+    )
+    logits = net.forward_batch(padded, state)
+    assert relative(logits[0], expected) < FLOAT64
+    assert state.recurrent[:, [1, 3]].isnan().all() and state.conv[:, [1, 3]].isnan().all()
+    assert state.latent[:, [1, 3, 4, 6]].isnan().all()
+
+
+def test_state_carries_no_graph_and_may_be_written_in_any_mode():
+    """BR-32."""
+    net = model(dtype=torch.float32)
+    assert all(p.requires_grad for p in net.parameters())
+    with torch.inference_mode():
+        state = poisoned_state(net, slots=1, pages=30, page=8)
+    sequence = Sequence(net, state, 1, torch.arange(1, 31))
+    sequence.run(ids(20))
+    with torch.inference_mode():
+        sequence.run(ids(20))
+    state.recurrent[:, 1] *= 1.0
+    for _ in range(20):
+        sequence.run(ids(1))
+    assert all(not part.requires_grad and part.grad_fn is None for part in state)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(token_ids=torch.tensor([5, 320])), "token_ids must lie in 0..319"),
+        (dict(token_ids=torch.tensor([5, -1])), "token_ids must lie in 0..319"),
+        (dict(slots=torch.tensor([4])), "slot 4; slots are 1..3"),
+        (dict(context_len=torch.tensor([-1])), "context_len must not be negative"),
+        (dict(page_table=torch.tensor([[7]])), "pages 0..6"),
+        (dict(page_table=torch.tensor([[-1]])), "names \\[-1\\]"),
+        (dict(context_len=torch.tensor([7])), "needs 3 pages of 4"),
+        (dict(out_rows=torch.tensor([4, 28])), "out_rows must lie in -1..27"),
+        (dict(out_rows=torch.tensor([4])), "out_rows must be \\[2\\]"),
+        (dict(query_start=torch.tensor([0, 3])), "beyond the 2 tokens"),
+        (dict(query_start=torch.tensor([0, 2, 2])), "2 rows, but there are 1 slots"),
+        (dict(exports=torch.tensor([[0, 1, 3]])), "multiple of 16"),
+        (dict(exports=torch.tensor([[0, 2, 1]])), "slot 1, which this batch uses already"),
+        (dict(logits_at=torch.tensor([2])), "logits_at must lie in 0..1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_the_state_untouched(changes, message):
+    net = model(dtype=torch.float32)
+    state = poisoned_state(net, slots=3, pages=6, page=4)
+    sequence = Sequence(net, state, 1, torch.tensor([3]))
+    with pytest.raises(ValueError, match=message):
+        net.forward_batch(batch_of(sequence, ids(2), **changes), state)
+    assert all(part.isnan().all() for part in state)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def test_state_dtypes_follow_the_model():
+    for dtype, recurrent in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        state = poisoned_state(model(dtype=dtype), slots=1, pages=1, page=2)
+        assert state.recurrent.dtype == recurrent
+        assert state.conv.dtype == state.latent.dtype == dtype
+
+
+@pytest.mark.parametrize("name, seed", [("nano", 0), ("nano", 4), ("mini", 0)])
+def test_a_bf16_model_stays_close_to_the_float32_one(name, seed):
+    """Decision 11: same weights and expert choices, 3 % of the logits' own size; in pieces too."""
+    half = model(name, torch.bfloat16, seed)
+    single = model(name, torch.bfloat16, seed).float()
+    text = ids(90, seed, half.config.vocab_size)
+    whole = []
+    with torch.inference_mode():
+        choices = recorded_choices(single, lambda: whole.append(single(text[None])[0]))
+        got = with_choices(half, choices, lambda: half(text[None])[0])
+    assert got.dtype == torch.float32
+
+    def rms(x):
+        return x.square().mean().sqrt()
+
+    assert rms(got - whole[0]) < 0.03 * rms(whole[0])
+    sequence = Sequence(
+        half, poisoned_state(half, slots=1, pages=12, page=8), 1, torch.arange(1, 13)
+    )
+    last = with_choices(half, choices, lambda: [sequence.run(p) for p in text.split(29)][-1])
+    assert rms(last - whole[0][-1]) < 0.03 * rms(whole[0][-1])
+
+
+def test_a_model_without_experts_and_one_without_attn_res_run():
+    dense = dataclasses.replace(preset("nano"), first_k_dense_replace=5)
+    plain = dataclasses.replace(preset("nano"), attn_res_block_size=None)
+    for config in (dense, plain):
+        net = KimiForCausalLM.from_config(config, seed=0, dtype=torch.float64)
+        text = ids(20)
+        sequence = Sequence(
+            net, poisoned_state(net, slots=1, pages=5, page=4), 1, torch.arange(1, 6)
+        )
+        parts = [sequence.run(part) for part in text.split(7)]
+        with torch.inference_mode():
+            assert relative(parts[-1], net(text[None])[0, -1]) < FLOAT64
+
+
+def test_tied_embeddings_stay_one_parameter_through_casts():
+    config = dataclasses.replace(preset("nano"), tie_word_embeddings=True)
+    net = KimiForCausalLM.from_config(config, seed=0)
+    with warnings.catch_warnings():
+        net = net.double().bfloat16()
+    assert net.lm_head.weight is net.model.embed_tokens.weight
