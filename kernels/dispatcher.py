@@ -115,7 +115,7 @@ class KDAKernelDispatcher:
         *,
         num_slots: int,
         num_tokens: int | None = None,
-        one_token_rows: str = "decode",
+        extend_only: bool = False,
     ) -> KDAMetadata:
         """Check a step against this backend; see `kda_metadata.build_metadata`. Once per step."""
         return build_metadata(
@@ -126,7 +126,7 @@ class KDAKernelDispatcher:
             num_slots=num_slots,
             export_alignment=self.export_alignment,
             num_tokens=num_tokens,
-            one_token_rows=one_token_rows,
+            extend_only=extend_only,
         )
 
     def extend(

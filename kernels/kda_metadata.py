@@ -48,14 +48,14 @@ def build_metadata(
     num_slots: int,
     export_alignment: int,
     num_tokens: int | None = None,
-    one_token_rows: str = "decode",
+    extend_only: bool = False,
 ) -> KDAMetadata:
     """Check a step and share its rows out.
 
     query_start [B+1], slots [B], context_len [B]: integers; exports [E, 3] of (row, offset,
     destination slot), or None; destination -1 or 0: computed for nobody. num_tokens: physical
     tokens when the batch is padded beyond query_start[-1] (their outputs are zeros).
-    one_token_rows: "decode", or "extend" to send them through the prefill kernel.
+    extend_only: send rows of one token through the prefill kernel too, not the decode kernel.
     Raises ValueError naming what is wrong: a slot out of range or used twice, a negative context,
     an export out of place or of a row that is skipped.
     """
@@ -71,8 +71,6 @@ def build_metadata(
             f"query_start describes {B} rows, but there are {len(slots)} slots and "
             f"{len(context_len)} context lengths"
         )
-    if one_token_rows not in ("decode", "extend"):
-        raise ValueError(f"one_token_rows must be 'decode' or 'extend', got {one_token_rows!r}")
     if any(length < 0 for length in context_len):
         raise ValueError(f"context_len must not be negative, got {min(context_len)}")
     wanted = [tuple(_ints(e)) for e in exports] if exports is not None else []
@@ -88,8 +86,7 @@ def build_metadata(
     extend, decode = [], []
     for r in range(B):
         if lengths[r] and slots[r] != -1:
-            one = lengths[r] == 1 and one_token_rows == "decode"
-            (decode if one else extend).append(r)
+            (decode if lengths[r] == 1 and not extend_only else extend).append(r)
     return KDAMetadata(
         physical,
         *(_group(rows, begins, lengths, slots, context_len, wanted) for rows in (extend, decode)),

@@ -75,7 +75,7 @@ def stateless_step(rows: int, length: int, dispatcher: KDAKernelDispatcher) -> S
     table = torch.arange(rows * length).view(rows, length)
     return Step(
         dispatcher,
-        dispatcher.plan(query_start, nothing, nothing, num_slots=0, one_token_rows="extend"),
+        dispatcher.plan(query_start, nothing, nothing, num_slots=0, extend_only=True),
         build_attention_metadata(query_start, nothing, table, page=1, pages=rows * length),
         None,
     )

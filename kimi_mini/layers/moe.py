@@ -94,7 +94,7 @@ class Experts(nn.Module):
         E = self.w13.shape[0]
         if 3 * N * k < E:
             out = self._gathered(x, routing.experts)
-        elif N * k < 16 * E:
+        elif N * k < 64 * E:
             out = self._padded(x, routing.experts)
         else:
             out = self._one_by_one(x, routing.experts)

@@ -37,12 +37,7 @@ from kimi_mini.weights.names import (
     model_tensors,
 )
 
-FLOATS = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+FLOATS = ("BF16", "F16", "F32", "F64")
 PLAIN, PACKED, SCALE = ".weight", ".weight_packed", ".weight_scale"
 
 
@@ -85,8 +80,7 @@ def read_checkpoint(
     head = by_name.pop(HEAD, None) if config.tie_word_embeddings else None
     sources = _match(entries, by_name, found.lost, problems)
     if head:
-        tied = entries[EMBEDDING]
-        _check_form(tied, _Source(head), problems)
+        _check_form(entries[EMBEDDING], _Source(head), problems)
     problems.raise_any(directory)
 
     with ExitStack() as stack, torch.no_grad():
@@ -188,13 +182,14 @@ def _match(
 
 def _check_form(entry: TensorEntry, source: _Source, problems: Problems) -> None:
     if source.scale is None:
-        checks = [(source.weight, FLOATS.keys(), entry.accepts, entry.shape)]
+        checks = [(source.weight, FLOATS, entry.accepts, entry.shape)]
     elif shapes := mxfp4.packed_shapes(entry.shape):
         parts = zip((source.weight, source.scale), shapes, strict=True)
         checks = [(stored, ("U8",), shape.__eq__, shape) for stored, shape in parts]
     else:
         width = entry.shape[-1]
-        problems.add("misshapen tensors", f"{source.weight.name} for a width of {width}, not 32 k")
+        name = source.weight.name
+        problems.add("misshapen tensors", f"{name} packs a width of {width}, no multiple of 32")
         return
     for stored, dtypes, accepts, shape in checks:
         at, info = f"{stored.name} in {stored.file}", stored.info

@@ -347,6 +347,25 @@ def test_padding_rows_and_padding_tokens_touch_no_real_memory():
     assert state.latent[:, [1, 3, 4, 6]].isnan().all()
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_step_without_tokens_changes_nothing(rows):
+    """BR-33, D07: no rows at all, or only empty ones."""
+    net = model()
+    state = poisoned_state(net, slots=3, pages=2, page=4)
+    nothing = torch.zeros(0, dtype=torch.long)
+    idle = ForwardBatch(
+        token_ids=nothing,
+        query_start=torch.zeros(rows + 1, dtype=torch.long),
+        context_len=torch.tensor([0, 5])[:rows],
+        slots=torch.tensor([3, 1])[:rows],
+        page_table=torch.full((rows, 2), -1),
+        out_rows=nothing,
+    )
+    logits = net.forward_batch(idle, state)
+    assert logits.shape == (rows, 320) and (logits == 0).all()
+    assert all(part.isnan().all() for part in state)
+
+
 def test_state_carries_no_graph_and_may_be_written_in_any_mode():
     """BR-32."""
     net = model(dtype=torch.float32)
