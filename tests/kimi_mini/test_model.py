@@ -1,6 +1,7 @@
 """The model as a whole: one implementation for training, prefill and decode."""
 
 import dataclasses
+import itertools
 import warnings
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from kimi_mini import ConfigError, ForwardBatch, KimiForCausalLM, preset
 from kimi_mini.weights.inventory import parameter_count
 from kimi_mini.weights.names import parameter_specs
+from kimi_mini.workbench.cases import relative_error as relative
+from kimi_mini.workbench.cases import root_mean_square_error
+from kimi_mini.workbench.expert_choices import ExpertChoices
 from tests.kimi_mini.golden_cases import Sequence, poisoned_state, run_step
 
 # decision 9: whole model, float32, expert choices of the first run replayed
@@ -22,49 +26,6 @@ def model(name="nano", dtype=torch.float64, seed=3, **kernels):
 
 def ids(n, seed=0, vocab=320):
     return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed))
-
-
-def routers(net):
-    return [layer.block_sparse_moe.gate for layer in net.model.layers if layer.moe]
-
-
-def recorded_choices(net, run):
-    """Expert choices [tokens, k] of each MoE layer during run()."""
-    seen = [[] for _ in routers(net)]
-    hooks = [
-        router.register_forward_hook(lambda _, a, out, keep=keep: keep.append(out.experts))
-        for router, keep in zip(routers(net), seen, strict=True)
-    ]
-    run()
-    for hook in hooks:
-        hook.remove()
-    return [torch.cat(keep) for keep in seen]
-
-
-def with_choices(net, choices, run):
-    """run() with the given expert choices, consumed in order."""
-    taken = [0] * len(choices)
-
-    def force(i):
-        def hook(_, args):
-            start, n = taken[i], len(args[0])
-            taken[i] += n
-            return args, {"experts": choices[i][start : start + n]}
-
-        return lambda module, args, kwargs: hook(module, args)
-
-    hooks = [
-        router.register_forward_pre_hook(force(i), with_kwargs=True)
-        for i, router in enumerate(routers(net))
-    ]
-    out = run()
-    for hook in hooks:
-        hook.remove()
-    return out
-
-
-def relative(a, b):
-    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
 
 
 # --- shape of the thing ---------------------------------------------------------------------------
@@ -168,8 +129,12 @@ def test_later_tokens_change_no_bit_of_earlier_logits():
     first = ids(70)
     second = first.clone()
     second[41:] = ids(29, seed=9)
-    choices = recorded_choices(net, lambda: net(first[None]))
-    one, other = (with_choices(net, choices, lambda t=t: net(t[None])[0]) for t in (first, second))
+    choices = ExpertChoices(net)
+    with choices.recorded(net):
+        net(first[None])
+    choices.tokens = torch.arange(70)
+    with choices.forced(net):
+        one, other = (net(text[None])[0] for text in (first, second))
     assert torch.equal(one[:41], other[:41])
     assert not torch.equal(one[41:], other[41:])
 
@@ -200,22 +165,16 @@ def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, lengths
     net = model(name, torch.float32, seed)
     vocab = net.config.vocab_size
     total = ids(120, seed=len(lengths), vocab=vocab)
-    whole = []
-    with torch.inference_mode():
-        choices = recorded_choices(net, lambda: whole.append(net(total[None])[0]))
+    choices = ExpertChoices(net)
+    with torch.inference_mode(), choices.recorded(net):
+        whole = net(total[None])[0]
     sequence = Sequence(net, poisoned_state(net, slots=2, pages=30, page=5), 2, torch.arange(1, 31))
-
-    def pieces():
-        out, at, turn = [], 0, 0
-        while at < len(total):
-            part = total[at : at + lengths[turn % len(lengths)]]
-            out.append(sequence.run(part))
-            at += len(part)
-            turn += 1
-        return out, turn
-
-    out, _ = with_choices(net, choices, pieces)
-    assert relative(out[-1], whole[0][-1]) < FLOAT32
+    turns = itertools.cycle(lengths)
+    with choices.forced(net):
+        while sequence.length < len(total):
+            choices.tokens = torch.arange(len(total))[sequence.length :][: next(turns)]
+            last = sequence.run(total[choices.tokens])
+    assert relative(last, whole[-1]) < FLOAT32
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -430,21 +389,20 @@ def test_a_bf16_model_stays_close_to_the_float32_one(name, seed):
     half = model(name, torch.bfloat16, seed)
     single = model(name, torch.bfloat16, seed).float()
     text = ids(90, seed, half.config.vocab_size)
-    whole = []
-    with torch.inference_mode():
-        choices = recorded_choices(single, lambda: whole.append(single(text[None])[0]))
-        got = with_choices(half, choices, lambda: half(text[None])[0])
+    choices = ExpertChoices(single)
+    choices.tokens = torch.arange(90)
+    with torch.inference_mode(), choices.recorded(single):
+        whole = single(text[None])[0]
+    with torch.inference_mode(), choices.forced(half):
+        got = half(text[None])[0]
     assert got.dtype == torch.float32
-
-    def rms(x):
-        return x.square().mean().sqrt()
-
-    assert rms(got - whole[0]) < 0.03 * rms(whole[0])
-    sequence = Sequence(
-        half, poisoned_state(half, slots=1, pages=12, page=8), 1, torch.arange(1, 13)
-    )
-    last = with_choices(half, choices, lambda: [sequence.run(p) for p in text.split(29)][-1])
-    assert rms(last - whole[0][-1]) < 0.03 * rms(whole[0][-1])
+    assert root_mean_square_error(got, whole) < 0.03
+    pages = torch.arange(1, 13)
+    sequence = Sequence(half, poisoned_state(half, slots=1, pages=12, page=8), 1, pages)
+    with choices.forced(half):
+        for choices.tokens in torch.arange(90).split(29):
+            last = sequence.run(text[choices.tokens])
+    assert root_mean_square_error(last, whole[-1]) < 0.03
 
 
 def test_a_model_without_experts_and_one_without_attn_res_run():

@@ -1,0 +1,1 @@
+"""Measuring and checking: what the scripts print, as functions that tests can call."""
