@@ -238,4 +238,4 @@ def _uncut(
     if all(at == i * width for i, (at, _) in enumerate(where)):
         return padded.flatten(0, 1)[:num_tokens]
     ordered = sorted(range(len(where)), key=lambda i: where[i])
-    return torch.cat([padded[i, : where[i][1]] for i in ordered if where[i][1]])
+    return torch.cat([padded[i, : where[i][1]] for i in ordered])

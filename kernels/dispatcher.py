@@ -246,5 +246,5 @@ class KDAKernelDispatcher:
 
 def _scatter(state: KDAState, slots: Tensor, S: Tensor, conv: Tensor) -> None:
     with torch.no_grad():
-        state.recurrent.index_copy_(0, slots, S.detach().to(state.recurrent.dtype))
-        state.conv.index_copy_(0, slots, conv.detach().to(state.conv.dtype))
+        state.recurrent.index_copy_(0, slots, S.to(state.recurrent.dtype))
+        state.conv.index_copy_(0, slots, conv.to(state.conv.dtype))

@@ -69,12 +69,11 @@ def write_rows(pool: Tensor, rows: Tensor, out_rows: Tensor) -> None:
     -1 means no destination: that row is dropped.
     """
     page = pool.shape[1]
-    rows = rows.detach().to(pool.dtype)
     if bool((out_rows < 0).any()):
         kept = out_rows >= 0
         out_rows, rows = out_rows[kept], rows[kept]
     with torch.no_grad():
-        pool[out_rows // page, out_rows % page] = rows
+        pool[out_rows // page, out_rows % page] = rows.to(pool.dtype)
 
 
 def build_attention_metadata(

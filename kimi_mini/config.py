@@ -45,7 +45,7 @@ def _whole(low: int) -> Rule:
 
 
 def _real(words: str, test: Callable[[float], bool]) -> Rule:
-    return Rule(words, lambda v: type(v) in (int, float) and math.isfinite(v) and test(v))
+    return Rule(words, lambda v: type(v) in (int, float) and abs(v) < math.inf and test(v))
 
 
 def _one_of(*values: Any) -> Rule:
@@ -65,6 +65,7 @@ def _all_whole(low: int, words: str) -> Rule:
 COUNT, SIZE = _whole(0), _whole(1)
 FLAG = _one_of(True, False)
 POSITIVE = _real("a number > 0", lambda v: v > 0)
+NOT_NEGATIVE = _real("a number >= 0", lambda v: v >= 0)
 LAYERS = _all_whole(1, "a list of integers >= 1 (layers are counted from 1)")
 ID = _or_null(_whole(0))
 IDS = _all_whole(0, "an integer >= 0, a list of them, or null")
@@ -109,7 +110,7 @@ class LinearAttnConfig:
     kda_layers: tuple[int, ...] = _field(LAYERS)
     num_heads: int = _field(SIZE)
     head_dim: int = _field(SIZE)
-    short_conv_kernel_size: int = _field(_whole(2))
+    short_conv_kernel_size: int = _field(SIZE)
     gate_lower_bound: float | None = _optional(GATE_BOUND)
     use_full_rank_gate: bool = _field(FLAG, False)
 
@@ -139,7 +140,7 @@ class KimiConfig:
 
     intermediate_size: int = _field(SIZE)
     hidden_act: str = _field(_one_of("situ", "silu"))
-    activation_situ_beta: float | None = _optional(POSITIVE)
+    activation_situ_beta: float | None = _optional(NOT_NEGATIVE)  # null or 0 count as 1
     activation_situ_linear_beta: float | None = _optional(POSITIVE)
 
     num_experts: int = _field(COUNT, 0)
@@ -322,8 +323,6 @@ def _feature_faults(c: KimiConfig) -> Iterator[str]:
             f"num_key_value_heads is {c.num_key_value_heads}, allowed: {c.num_attention_heads} "
             "(num_attention_heads)"
         )
-    if c.hidden_act == "situ" and c.activation_situ_beta is None:
-        yield 'activation_situ_beta is null, but hidden_act "situ" needs it'
     if c.hidden_act == "silu" and (c.activation_situ_beta or c.activation_situ_linear_beta):
         yield 'activation_situ_beta or activation_situ_linear_beta is given, but hidden_act "silu"'
     ids = [("eos_token_id", i) for i in c.eos_token_ids]

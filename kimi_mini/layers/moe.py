@@ -25,6 +25,9 @@ from kimi_mini.layers.mlp import GLU, MLP
 from kimi_mini.layers.norm import RMSNorm
 from kimi_mini.layers.parameters import KeepsFloat32, Linear, at_least_float32, unfilled
 
+# Up to so many tokens (a decode step, a short piece) share one padded product over all experts.
+PADDED_TOKENS = 128
+
 
 class Routing(NamedTuple):
     """Chosen experts [N, k] int64 and their final weights [N, k] float32 (float64)."""
@@ -94,7 +97,7 @@ class Experts(nn.Module):
         E = self.w13.shape[0]
         if 3 * N * k < E:
             out = self._gathered(x, routing.experts)
-        elif N * k < 64 * E:
+        elif N <= PADDED_TOKENS:
             out = self._padded(x, routing.experts)
         else:
             out = self._one_by_one(x, routing.experts)
@@ -103,10 +106,11 @@ class Experts(nn.Module):
 
     def _gathered(self, x: Tensor, experts: Tensor) -> Tensor:
         """Few tokens: fetch each choice's own matrices. Returns [N*k, L], choices in order."""
+        # products and sums: torch.bmm with a single column takes several times as long
         chosen = experts.flatten()
-        inputs = x.repeat_interleave(experts.shape[1], 0).unsqueeze(-1)
-        hidden = self.glu(torch.bmm(self.w13[chosen], inputs).squeeze(-1))
-        return torch.bmm(self.w2[chosen], hidden.unsqueeze(-1)).squeeze(-1)
+        inputs = x.repeat_interleave(experts.shape[1], 0).unsqueeze(1)  # [N*k, 1, L]
+        hidden = self.glu((self.w13[chosen] * inputs).sum(-1))
+        return (self.w2[chosen] * hidden.unsqueeze(1)).sum(-1)
 
     def _padded(self, x: Tensor, experts: Tensor) -> Tensor:
         """Some tokens: every expert takes as many places as the fullest one. [N*k, L]."""

@@ -71,7 +71,10 @@ def stored_tensors(
 
 def parameter_count(config: KimiConfig) -> int:
     """Parameters of the text model, as they are published (A_log with its padding)."""
-    return sum(prod(entry.shape) for entry in model_tensors(config))
+    layers = sum(map(config.is_moe_layer, range(config.num_hidden_layers)))
+    expert = 3 * (config.moe_intermediate_size or 0) * config.expert_width
+    rest = sum(prod(entry.shape) for entry in model_tensors(config, routed_experts=False))
+    return rest + layers * config.num_experts * expert
 
 
 def _vision_shapes(vision: dict[str, Any]) -> Iterator[tuple[str, Shape]]:

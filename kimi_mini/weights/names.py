@@ -162,8 +162,11 @@ def check_parameters(parameters: Mapping[str, Tensor], config: KimiConfig) -> No
         raise ValueError(f"not the parameters of this config: {', '.join(wrong[:10])}")
 
 
-def model_tensors(config: KimiConfig) -> Iterator[TensorEntry]:
-    """Every text tensor of the config, plain experts, in layer order; a tied head is not listed."""
+def model_tensors(config: KimiConfig, routed_experts: bool = True) -> Iterator[TensorEntry]:
+    """Every text tensor of the config, plain experts, in layer order; a tied head is not listed.
+
+    routed_experts=False leaves those out, which are nearly all there are.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _whole(EMBEDDING, (vocab, hidden), Kind.VOCABULARY)
     for i in range(config.num_hidden_layers):
@@ -177,6 +180,8 @@ def model_tensors(config: KimiConfig) -> Iterator[TensorEntry]:
         yield from attention(config, layer + "self_attn.")
         if config.is_moe_layer(i):
             yield from _moe(config, layer + "block_sparse_moe.")
+            if routed_experts:
+                yield from _experts(config, layer + "block_sparse_moe.experts.")
         else:
             yield from _mlp(layer + "mlp.", hidden, config.intermediate_size)
     yield _whole("model.norm.weight", (hidden,), Kind.NORM)
@@ -271,7 +276,6 @@ def _moe(config: KimiConfig, at: str) -> Iterator[TensorEntry]:
     if config.num_shared_experts:
         width = config.num_shared_experts * config.moe_intermediate_size
         yield from _mlp(at + "shared_experts.", hidden, width)
-    yield from _experts(config, at + "experts.")
 
 
 def _experts(config: KimiConfig, at: str) -> Iterator[TensorEntry]:

@@ -116,6 +116,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: not empty and no checkpoint, choose another folder")
     if not overwrite:
         raise CheckpointError(f"{target}: holds a checkpoint already (overwrite replaces it)")
+    if Path.cwd().is_relative_to(target):
+        raise CheckpointError(f"{target}: cannot be replaced from inside, run from another folder")
 
 
 @contextlib.contextmanager
@@ -127,14 +129,17 @@ def _replacing(target: Path) -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
+        _sync(fresh)
+        if target.is_dir() and not any(target.iterdir()):
+            _move_into(fresh, target)
+            return
         if target.is_dir():
             _carry_over(target, fresh)
-        _sync(fresh)
-        if target.is_dir():
+            shutil.copymode(target, fresh)
             target.rename(old)
         try:
             fresh.rename(target)
-        except OSError:
+        except BaseException:  # Ctrl-C between the two renames must not hide the old folder
             if old.is_dir():
                 old.rename(target)
             raise
@@ -142,6 +147,16 @@ def _replacing(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _move_into(fresh: Path, target: Path) -> None:
+    """Fills an empty folder, which stays the same folder: somebody may be standing in it.
+
+    The config goes last, so that what is there before it is no checkpoint yet.
+    """
+    for item in sorted(fresh.iterdir(), key=lambda item: item.name == CONFIG):
+        item.rename(target / item.name)
+    _sync(target)
 
 
 def _carry_over(source: Path, target: Path) -> None:
@@ -192,7 +207,13 @@ def _tensors(unit: _Unit, parameters: Mapping[str, Tensor]) -> Iterator[tuple[st
     region = parameters[entry.param].detach()[entry.index].cpu()
     if len(forms) == 1:
         # a copy: the library refuses tensors that share memory
-        yield forms[0].name, entry.to_stored(region).to(forms[0].dtype, copy=True).contiguous()
+        stored = entry.to_stored(region).to(forms[0].dtype, copy=True).contiguous()
+        if not bool(stored.isfinite().all()):
+            raise CheckpointError(
+                f"{entry.name}: not finite as {str(stored.dtype).removeprefix('torch.')} "
+                "(parameters never filled, or beyond the range of the type)"
+            )
+        yield forms[0].name, stored
         return
     try:
         parts = mxfp4.encode(region)

@@ -138,7 +138,7 @@ def _ratio(got: Tensor, truth: Tensor, size: Callable[[Tensor], Tensor]) -> floa
         raise ValueError(f"shapes {[*got.shape]} and {[*truth.shape]} cannot be compared")
     if not got.numel():
         return 0.0
-    got, truth = got.double(), truth.double()
+    got, truth = got.detach().double(), truth.detach().double()
     if not bool(got.isfinite().all()):
         return float("inf")
     return float(size(got - truth) / size(truth).clamp(min=1e-30))

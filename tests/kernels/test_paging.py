@@ -1,0 +1,87 @@
+"""Pages of latent rows: addresses, writes, and tables that do not fit."""
+
+import pytest
+import torch
+
+from kernels.paging import RowIndex, build_attention_metadata, read_rows, row_index, write_rows
+
+
+def test_row_t_lives_in_page_t_by_page_at_place_t_modulo_page():
+    table = torch.tensor([[5, 2, 7], [4, -1, -1]])
+    index = row_index(table, torch.tensor([7, 2]), page=3)
+    assert index.page[0].tolist() == [5, 5, 5, 2, 2, 2, 7]
+    assert index.place[0].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    # beyond its length a request repeats its own last row: -1 is never looked at
+    assert index.page[1].tolist() == [4] * 7
+    assert index.place[1].tolist() == [0] + [1] * 6
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_what_is_written_is_read_back_and_nothing_else_changes(page):
+    pages, count = 9 * 16 // page, 20
+    pool = torch.full((pages, page, 4), float("nan"))
+    where = torch.randperm(pages * page - page)[:count] + page  # not in the sink
+    rows = torch.randn(count, 4)
+    write_rows(pool, rows, where)
+    assert torch.equal(pool.view(-1, 4)[where], rows)
+    assert int(pool.isfinite().all(-1).sum()) == count
+    assert torch.equal(read_rows(pool, RowIndex(where // page, where % page)), rows)
+
+
+def test_a_row_without_destination_is_dropped():
+    """BR-62: index -1 is the last place of the pool to torch."""
+    pool = torch.full((3, 2, 4), 9.0)
+    write_rows(pool, torch.ones(3, 4), torch.tensor([-1, 3, -1]))
+    assert pool.view(-1, 4)[:, 0].tolist() == [9, 9, 9, 1, 9, 9]
+
+
+def test_rows_take_the_dtype_of_the_pool_and_no_gradient():
+    pool = torch.zeros(2, 2, 4, dtype=torch.bfloat16)
+    rows = torch.randn(1, 4, requires_grad=True)
+    write_rows(pool, rows, torch.tensor([2]))
+    assert not pool.requires_grad
+    assert torch.equal(pool[1, 0], rows.detach().bfloat16()[0])
+
+
+def test_writes_land_in_a_strided_pool():
+    several = torch.zeros(4, 3, 2, 5)
+    write_rows(several[:, 1], torch.ones(1, 5), torch.tensor([5]))
+    assert several[2, 1, 1].tolist() == [1] * 5
+    assert float(several.sum()) == 5
+
+
+def test_rows_are_shared_out_by_their_own_length():
+    table = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    step = build_attention_metadata([0, 3, 3, 4, 5], [2, 9, 5, 0], table, page=4, pages=9)
+    (extend,) = step.extend
+    assert (extend.tokens, extend.context_len) == (slice(0, 3), 2)
+    assert extend.index.page.tolist() == [1, 1, 1, 1, 2]
+    assert step.decode.tokens.tolist() == [3, 4]
+    assert step.decode.lengths.tolist() == [6, 1]
+    assert read_rows(torch.arange(9 * 4).view(9, 4, 1), step.decode.index)[1, 0].tolist() == [28]
+
+
+@pytest.mark.parametrize(
+    ("query_start", "context", "table", "message"),
+    [
+        ([0, 2], [3], [[1]], r"row 0 has 5 latent rows and needs 2 pages of 4"),
+        ([0, 2], [3], [[1, -1]], r"names \[1, -1\], the pool has pages 0..8"),
+        ([0, 2], [3], [[1, 9]], r"names \[1, 9\]"),
+        ([0, 1, 2], [3, 0], [[1, 2]], r"page_table must be \[2, P\]"),
+        ([0, 1], [0], [1], r"page_table must be \[1, P\]"),
+        ([0, 1], [-1], [[1]], "none negative"),
+        ([0, 1], [], [[1]], "must be 1 lengths"),
+        ([], [], [[1]], "query_start must begin with 0"),
+        ([0, 2, 1], [0, 0], [[1], [1]], "query_start falls from 2 to 1 at row 1"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(query_start, context, table, message):
+    with pytest.raises(ValueError, match=message):
+        build_attention_metadata(query_start, context, torch.tensor(table), page=4, pages=9)
+
+
+def test_an_unused_entry_of_any_kind_is_never_looked_at():
+    table = torch.tensor([[3, -1, 99], [-7, -7, -7]])
+    step = build_attention_metadata([0, 2, 2], [1, 50], table, page=4, pages=9)
+    assert step.extend[0].index.page.tolist() == [3, 3, 3]
+    assert step.decode is None
