@@ -184,8 +184,7 @@ class KDAKernelDispatcher:
             if state is not None:
                 _scatter(state, rows.slots, S, conv)
                 if rows.exports:
-                    ends = torch.tensor([row for row, _ in rows.exports])
-                    _scatter(state, rows.export_slots, S[ends], conv[ends])
+                    _scatter(state, rows.export_slots, S[rows.export_rows], conv[rows.export_rows])
             return o
         out = self.backend.extend(inputs, weights, S0, conv0, rows.query_start, rows.exports)
         if state is not None:
@@ -210,8 +209,9 @@ class KDAKernelDispatcher:
             )
         S0, conv0 = state.recurrent[rows.slots], state.conv[rows.slots]
         if not all(rows.resumed):
-            S0 = torch.where(rows.resumed_mask.view(B, 1, 1, 1), S0, 0)
-            conv0 = torch.where(rows.resumed_mask.view(B, 1, 1), conv0, 0)
+            resumed = torch.tensor(rows.resumed).view(B, 1, 1)
+            S0 = torch.where(resumed.unsqueeze(-1), S0, 0)
+            conv0 = torch.where(resumed, conv0, 0)
         return S0, conv0
 
     @staticmethod

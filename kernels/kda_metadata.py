@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.packing import Export, check_exports, row_lengths
+from kernels.packing import Export, check_exports, integers, row_lengths
 
 
 class RowGroup(NamedTuple):
@@ -25,8 +25,8 @@ class RowGroup(NamedTuple):
     query_start: list[int]  # [rows+1] within the group
     slots: Tensor  # [rows] int64
     resumed: list[bool]  # [rows] context_len > 0
-    resumed_mask: Tensor  # the same as a bool tensor
     exports: list[Export]  # rows numbered within the group; only those with a destination
+    export_rows: Tensor  # [exports] int64, the rows of `exports`
     export_slots: Tensor  # [exports] int64
 
 
@@ -59,8 +59,8 @@ def build_metadata(
     Raises ValueError naming what is wrong: a slot out of range or used twice, a negative context,
     an export out of place or of a row that is skipped.
     """
-    starts = _ints(query_start)
-    slots, context_len = _ints(slots), _ints(context_len)
+    starts = integers("query_start", query_start)
+    slots, context_len = integers("slots", slots), integers("context_len", context_len)
     begins, lengths = row_lengths(starts, starts[-1] if starts else 0)
     B = len(lengths)
     physical = starts[-1] if num_tokens is None else num_tokens
@@ -73,14 +73,11 @@ def build_metadata(
         )
     if any(length < 0 for length in context_len):
         raise ValueError(f"context_len must not be negative, got {min(context_len)}")
-    wanted = [tuple(_ints(e)) for e in exports] if exports is not None else []
-    for entry in wanted:
-        if len(entry) != 3:
-            raise ValueError(f"an export is (row, offset, destination slot), got {entry}")
+    wanted = [] if exports is None else [_export(entry) for entry in exports]
     check_exports([Export(row, offset) for row, offset, _ in wanted], lengths, export_alignment)
     for row, _, destination in wanted:
-        if slots[row] == -1 and destination > 0:
-            raise ValueError(f"an export keeps row {row}, which has no slot (-1) and is not run")
+        if slots[row] <= 0 < destination:
+            raise ValueError(f"an export keeps row {row}, which is padding (slot {slots[row]})")
     _check_slots(slots, [entry[2] for entry in wanted], num_slots)
 
     extend, decode = [], []
@@ -111,14 +108,13 @@ def _group(
     consecutive = tokens[-1] - tokens[0] + 1 == len(tokens)
     local = {r: i for i, r in enumerate(rows)}
     mine = [e for e in wanted if e[0] in local and e[2] > 0]
-    resumed = [context_len[r] > 0 for r in rows]
     return RowGroup(
         tokens=slice(tokens[0], tokens[-1] + 1) if consecutive else torch.tensor(tokens),
         query_start=query_start,
         slots=torch.tensor([slots[r] for r in rows]),
-        resumed=resumed,
-        resumed_mask=torch.tensor(resumed),
+        resumed=[context_len[r] > 0 for r in rows],
         exports=[Export(local[row], offset) for row, offset, _ in mine],
+        export_rows=torch.tensor([local[row] for row, _, _ in mine], dtype=torch.long),
         export_slots=torch.tensor([slot for _, _, slot in mine], dtype=torch.long),
     )
 
@@ -136,5 +132,9 @@ def _check_slots(slots: list[int], destinations: list[int], num_slots: int) -> N
             seen.add(slot)
 
 
-def _ints(values: Tensor | Sequence[int]) -> list[int]:
-    return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
+def _export(entry: Tensor | Sequence[int]) -> tuple[int, ...]:
+    scalar = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.dim() == 0)
+    numbers = () if scalar else tuple(integers("an export", entry))
+    if len(numbers) != 3:
+        raise ValueError(f"exports are [E, 3]: (row, offset, destination slot); got entry {entry}")
+    return numbers

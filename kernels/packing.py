@@ -7,9 +7,11 @@ own none. An export asks for the state of a row after `offset` of its tokens, 1 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +22,20 @@ class Export(NamedTuple):
     offset: int
 
 
+def integers(name: str, values: Tensor | Sequence[int]) -> list[int]:
+    """The entries of a one-axis integer tensor or sequence; ValueError if they are not."""
+    if isinstance(values, Tensor):
+        if values.dim() != 1 or values.dtype.is_floating_point or values.dtype == torch.bool:
+            raise ValueError(
+                f"{name} must be integers along one axis, got {values.dtype} {[*values.shape]}"
+            )
+        return values.tolist()
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name} must be integers along one axis, got {values!r}") from None
+
+
 def row_lengths(
     query_start: Tensor | Sequence[int], num_tokens: int
 ) -> tuple[list[int], list[int]]:
@@ -28,7 +44,7 @@ def row_lengths(
     query_start: [B+1] integers, starting at 0, never falling, ending at num_tokens.
     Raises ValueError naming the offending entry.
     """
-    starts = query_start.tolist() if isinstance(query_start, Tensor) else list(query_start)
+    starts = integers("query_start", query_start)
     if not starts or starts[0] != 0:
         raise ValueError(f"query_start must begin with 0, got {starts[:1] or 'no entries'}")
     lengths = [end - start for start, end in itertools.pairwise(starts)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.packing import row_lengths
+from kernels.packing import integers, row_lengths
 
 
 class RowIndex(NamedTuple):
@@ -40,6 +40,13 @@ class DecodeRows(NamedTuple):
     lengths: Tensor
 
 
+class Destinations(NamedTuple):
+    """Where the latent rows of a step are written."""
+
+    kept: Tensor | None  # [N] bool: which tokens' rows are written; None: all
+    index: RowIndex  # [kept] each
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """The rows of one step as latent attention sees them; empty rows are in neither group."""
@@ -63,17 +70,11 @@ def read_rows(pool: Tensor, index: RowIndex) -> Tensor:
     return pool[index.page, index.place]
 
 
-def write_rows(pool: Tensor, rows: Tensor, out_rows: Tensor) -> None:
-    """Put rows [N, L+R] at flat row numbers out_rows [N] (page * page_size + place), in place.
-
-    -1 means no destination: that row is dropped.
-    """
-    page = pool.shape[1]
-    if bool((out_rows < 0).any()):
-        kept = out_rows >= 0
-        out_rows, rows = out_rows[kept], rows[kept]
+def write_rows(pool: Tensor, rows: Tensor, where: Destinations) -> None:
+    """Put the rows [N, L+R] of a step into the pool, in place."""
+    rows = rows if where.kept is None else rows[where.kept]
     with torch.no_grad():
-        pool[out_rows // page, out_rows % page] = rows.to(pool.dtype)
+        pool[where.index.page, where.index.place] = rows.to(pool.dtype)
 
 
 def build_attention_metadata(
@@ -83,58 +84,97 @@ def build_attention_metadata(
     *,
     page: int,
     pages: int,
+    skipped: Sequence[bool] | None = None,
 ) -> AttentionMetadata:
     """Check page tables and share the rows of a step out.
 
-    query_start [B+1], context_len [B], page_table [B, P]; page rows per page, `pages` pages in the
-    pool. Raises ValueError for a table that is too short for its row or names a page out of range.
+    query_start [B+1], context_len [B], page_table [B, P]; `page` latent rows a page, `pages` pages
+    in the pool; skipped [B]: rows that do not run, whose tables are not looked at.
+    Raises ValueError for a table that is too short for its row or names a page out of range.
     """
-    starts = query_start.tolist() if isinstance(query_start, Tensor) else list(query_start)
-    context = context_len.tolist() if isinstance(context_len, Tensor) else list(context_len)
+    starts = integers("query_start", query_start)
+    context = integers("context_len", context_len)
     begins, lengths = row_lengths(starts, starts[-1] if starts else 0)
     if len(context) != len(lengths) or any(length < 0 for length in context):
         raise ValueError(
             f"context_len must be {len(lengths)} lengths, none negative; got {context}"
         )
-    if page_table.dim() != 2 or page_table.shape[0] != len(lengths):
-        raise ValueError(
-            f"page_table must be [{len(lengths)}, P], one line a row; got {[*page_table.shape]}"
-        )
-    table = page_table.long()
+    if skipped is not None:
+        lengths = [0 if skip else n for skip, n in zip(skipped, lengths, strict=True)]
+    totals = [c + n if n else 0 for c, n in zip(context, lengths, strict=True)]
+    table = _checked_table(page_table, totals, page, pages)
     extend, single = [], []
-    for r, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        if not length:
-            continue
-        total = context[r] + length
-        needed = -(-total // page)
-        if needed > table.shape[1]:
-            raise ValueError(
-                f"row {r} has {total} latent rows and needs {needed} pages of {page}, but its page "
-                f"table has room for {table.shape[1]}"
-            )
-        named = table[r, :needed]
-        if int(named.min()) < 0 or int(named.max()) >= pages:
-            raise ValueError(
-                f"row {r} needs {needed} pages; its page table names {named.tolist()}, the pool "
-                f"has pages 0..{pages - 1}"
-            )
+    for r, length in enumerate(lengths):
         if length == 1:
             single.append(r)
-        else:
-            index = row_index(table[r : r + 1], torch.tensor([total]), page)
-            extend.append(
-                ExtendRow(
-                    slice(begin, begin + length),
-                    RowIndex(index.page[0], index.place[0]),
-                    context[r],
-                )
-            )
+        elif length:
+            index = row_index(table[r : r + 1], torch.tensor([totals[r]]), page)
+            own = RowIndex(index.page[0], index.place[0])
+            extend.append(ExtendRow(slice(begins[r], begins[r] + length), own, context[r]))
     if not single:
         return AttentionMetadata(tuple(extend), None)
-    totals = torch.tensor([context[r] + 1 for r in single])
-    tokens = torch.tensor([begins[r] for r in single])
+    counts = torch.tensor([totals[r] for r in single])
     whole = len(single) == starts[-1]
-    decode = DecodeRows(
-        slice(0, len(single)) if whole else tokens, row_index(table[single], totals, page), totals
-    )
+    tokens = slice(0, len(single)) if whole else torch.tensor([begins[r] for r in single])
+    decode = DecodeRows(tokens, row_index(table[single], counts, page), counts)
     return AttentionMetadata(tuple(extend), decode)
+
+
+def _checked_table(page_table: Tensor, totals: Sequence[int], page: int, pages: int) -> Tensor:
+    """The page table as int64, if every page that rows of totals[r] latent rows need is real."""
+    if page_table.dim() != 2 or page_table.shape[0] != len(totals):
+        raise ValueError(
+            f"page_table must be [{len(totals)}, P], one line a row; got {[*page_table.shape]}"
+        )
+    if page_table.dtype.is_floating_point:
+        raise ValueError(f"page_table must hold integers, got {page_table.dtype}")
+    table, room = page_table.long(), page_table.shape[1]
+    needed = [-(-total // page) for total in totals]
+    for r, count in enumerate(needed):
+        if count > room:
+            raise ValueError(
+                f"row {r} has {totals[r]} latent rows and needs {count} pages of {page}, but its "
+                f"page table has room for {room}"
+            )
+    used = torch.arange(room) < torch.tensor(needed, dtype=torch.long).unsqueeze(1)
+    wrong = used & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        r = int(wrong.any(1).nonzero()[0])
+        raise ValueError(
+            f"row {r} needs {needed[r]} pages; its page table names "
+            f"{table[r, : needed[r]].tolist()}, the pool has pages 0..{pages - 1}"
+        )
+    return table
+
+
+def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> Destinations:
+    """Where the latent rows of a step go: out_rows [N] flat row numbers (page * page_size + place).
+
+    A token may be written to the place that its row's page table gives it, or, with -1, nowhere
+    (its row is there already: tokens replayed for the recurrent state alone). Tokens of no running
+    row may name the sink page or -1, and are dropped. Raises ValueError for any other place.
+    """
+    own = torch.full_like(out_rows, -1)
+    for row in step.extend:
+        flat = row.index.page * page + row.index.place
+        own[row.tokens] = flat[row.context_len :]
+    if step.decode is not None:
+        tokens, index, lengths = step.decode
+        last = (lengths - 1).unsqueeze(1)
+        flat = index.page.gather(1, last) * page + index.place.gather(1, last)
+        own[tokens] = flat.squeeze(1)
+    written = (out_rows >= 0) & (own >= 0)
+    wrong = torch.where(own >= 0, written & (out_rows != own), out_rows >= page)
+    if bool(wrong.any()):
+        t = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"out_rows sends token {t} to latent row {int(out_rows[t])}; "
+            + (
+                f"its page table gives it row {int(own[t])} (or -1: nowhere)"
+                if own[t] >= 0
+                else f"it belongs to no running row (allowed: -1, or the sink's 0..{page - 1})"
+            )
+        )
+    kept = None if bool(written.all()) else written
+    places = out_rows if kept is None else out_rows[kept]
+    return Destinations(kept, RowIndex(places // page, places % page))

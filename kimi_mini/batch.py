@@ -14,7 +14,12 @@ from torch import Tensor
 
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda_metadata import KDAMetadata
-from kernels.paging import AttentionMetadata, build_attention_metadata
+from kernels.paging import (
+    AttentionMetadata,
+    Destinations,
+    build_attention_metadata,
+    build_destinations,
+)
 from kimi_mini.config import KimiConfig
 
 
@@ -39,9 +44,10 @@ class ForwardBatch:
     token_ids   [N]     the tokens of all rows, packed
     query_start [B+1]   row r owns tokens query_start[r] .. query_start[r+1]; may own none
     context_len [B]     tokens already in the row's state and pages; 0: the row starts from zeros
-    slots       [B]     state slot; 1..num_slots distinct, 0 padding sink, -1 skip the row
+    slots       [B]     state slot; 1..num_slots distinct, 0 padding sink, -1 the row does not run
     page_table  [B, P]  pages of the row in order, -1 where unused
-    out_rows    [N]     flat latent row (page * page_size + place) of each token, -1 nowhere
+    out_rows    [N]     flat latent row (page * page_size + place) of each token: the place that the
+                        page table gives it, or -1 (its row is there already, or it is padding)
     exports     [C, 3]  (row, offset, destination slot): also keep the state after `offset` tokens
     logits_at   [M]     tokens whose logits are wanted; None: the last token of each row
     """
@@ -62,7 +68,7 @@ class Step(NamedTuple):
     dispatcher: KDAKernelDispatcher
     kda: KDAMetadata
     attention: AttentionMetadata
-    out_rows: Tensor | None  # None: stateless, the batch's own latent rows are the pool
+    destinations: Destinations | None  # None: stateless, the batch's latent rows are the pool
 
 
 def stateless_step(rows: int, length: int, dispatcher: KDAKernelDispatcher) -> Step:
@@ -82,12 +88,17 @@ def stateless_step(rows: int, length: int, dispatcher: KDAKernelDispatcher) -> S
 
 
 def prepare_step(
-    batch: ForwardBatch, state: ModelState, vocab_size: int, dispatcher: KDAKernelDispatcher
+    batch: ForwardBatch,
+    state: ModelState,
+    config: KimiConfig,
+    dtype: torch.dtype,
+    dispatcher: KDAKernelDispatcher,
 ) -> Step:
-    """Check a batch against the state it names; ValueError says what does not fit, before any
-    memory is touched."""
+    """Check a batch against the state it names, and the state against the model of activation dtype
+    `dtype`; ValueError says what does not fit, before any memory is touched."""
+    check_state(state, config, dtype)
     N = batch.token_ids.shape[0]
-    _check_range("token_ids", batch.token_ids, 0, vocab_size)
+    _check_range("token_ids", batch.token_ids, 0, config.vocab_size)
     pages, page = state.latent.shape[1:3]
     if batch.out_rows.shape != (N,):
         raise ValueError(f"out_rows must be [{N}], one a token; got {[*batch.out_rows.shape]}")
@@ -103,14 +114,49 @@ def prepare_step(
         num_tokens=N,
     )
     attention = build_attention_metadata(
-        batch.query_start, batch.context_len, batch.page_table, page=page, pages=pages
+        batch.query_start,
+        batch.context_len,
+        batch.page_table,
+        page=page,
+        pages=pages,
+        skipped=(batch.slots == -1).tolist(),
     )
-    return Step(dispatcher, kda, attention, batch.out_rows.long())
+    destinations = build_destinations(batch.out_rows.long(), attention, page)
+    return Step(dispatcher, kda, attention, destinations)
+
+
+def check_state(state: ModelState, config: KimiConfig, dtype: torch.dtype) -> None:
+    """ValueError unless the tensors are those of a model of this config and activation dtype.
+
+    A recurrent state in half precision is refused here: it would stall (bf16 rounds S + 0.002 (1-S)
+    back to S from 0.5 on).
+    """
+    kda, slots = config.linear_attn_config, state.recurrent.shape[1]
+    H, D = kda.num_heads, kda.head_dim
+    layers, latent = len(config.kda_layer_ids), state.latent
+    recurrent_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = {
+        "recurrent": (state.recurrent, (layers, slots, H, D, D), recurrent_dtype),
+        "conv": (state.conv, (layers, slots, kda.short_conv_kernel_size - 1, 3 * H * D), dtype),
+        "latent": (
+            latent,
+            (len(config.mla_layer_ids), *latent.shape[1:3], config.latent_width),
+            dtype,
+        ),
+    }
+    for name, (tensor, shape, wanted) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != wanted:
+            raise ValueError(
+                f"state.{name} must be {wanted} {[*shape]} for this model, got {tensor.dtype} "
+                f"{[*tensor.shape]}"
+            )
 
 
 def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    if values.dim() != 1:
-        raise ValueError(f"{name} must have one axis, got shape {[*values.shape]}")
+    if values.dim() != 1 or values.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} must be integers along one axis, got {values.dtype} {[*values.shape]}"
+        )
     if values.numel() and not (low <= int(values.min()) and int(values.max()) < high):
         raise ValueError(
             f"{name} must lie in {low}..{high - 1}, got {int(values.min())}..{int(values.max())}"

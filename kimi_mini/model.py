@@ -195,20 +195,20 @@ class KimiForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def forward_batch(self, batch: ForwardBatch, state: ModelState) -> Tensor:
-        """Run one step; returns logits [B, vocab] of each row's last token, zeros for empty rows,
-        or [M, vocab] of batch.logits_at.
+        """Run one step; returns logits [B, vocab] of each row's last token, zeros for rows that are
+        empty or do not run, or [M, vocab] of batch.logits_at.
 
         In place: state.recurrent and state.conv at the rows' slots and export destinations,
         state.latent at out_rows. Raises ValueError, with the state untouched, if the batch does
         not fit the state or the model.
         """
-        step = prepare_step(batch, state, self.config.vocab_size, self.dispatcher)
+        step = prepare_step(batch, state, self.config, self.dtype, self.dispatcher)
         ids = batch.token_ids.long()
         states = self._layer_states(state)
         if batch.logits_at is not None:
             return self.logits(self.model(ids, step, states, batch.logits_at.long()))
         query_start = batch.query_start.long()
-        occupied = query_start[1:] > query_start[:-1]
+        occupied = (query_start[1:] > query_start[:-1]) & (batch.slots != -1)
         last = query_start[1:][occupied] - 1
         logits = self.logits(self.model(ids, step, states, last))
         if bool(occupied.all()):

@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * V, config.hidden_size, dtype)
 
     def forward(self, x: Tensor, step: Step, pool: Tensor | None) -> Tensor:
-        """pool [pages, page, L+R], changed at step.out_rows; None: the batch's own rows."""
+        """pool [pages, page, L+R], changed at step.destinations; None: the batch's own rows."""
         q, c, r, g = self.in_proj(x).split(self.widths, -1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         if pool is None:
             pool = rows.unsqueeze(1)
         else:
-            write_rows(pool, rows, step.out_rows)
+            write_rows(pool, rows, step.destinations)
         kv_b = self.kv_b_proj.weight.view(self.expand)
         o = attend(q.unflatten(-1, self.heads), pool, kv_b, step.attention).flatten(1)
         if g.shape[-1]:

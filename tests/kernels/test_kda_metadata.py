@@ -77,13 +77,13 @@ def test_several_rows_may_share_the_sink():
         (([0, 2], [1], [-1]), "context_len must not be negative, got -1"),
         (([0, 2], [1, 2], [0]), "1 rows, but there are 2 slots and 1 context"),
         (([0, 2], [1], [0, 0]), "1 rows, but there are 1 slots and 2 context"),
-        (([0, 2], [1], [0], [(0, 2)]), r"\(row, offset, destination slot\), got \(0, 2\)"),
+        (([0, 2], [1], [0], [(0, 2)]), r"\(row, offset, destination slot\); got entry \(0, 2\)"),
         (([0, 2], [1], [0], [(0, 1, 2)]), "multiple of 16"),  # D10
         (([0, 2], [1], [0], [(1, 2, 2)]), r"rows 0\.\.0"),
         (([0, 2], [1], [0], [(0, 2, 1)]), "export 0 names slot 1, which this batch uses already"),
         (([0, 20], [1], [0], [(0, 16, 2), (0, 20, 2)]), "export 1 names slot 2, which this batch"),
         (([0, 2], [1], [0], [(0, 2, 7)]), "export 0 names slot 7"),
-        (([0, 2], [-1], [0], [(0, 2, 3)]), "row 0, which has no slot"),
+        (([0, 2], [-1], [0], [(0, 2, 3)]), r"row 0, which is padding \(slot -1\)"),
         (([0, 4, 2], [1, 2], [0, 0]), "falls from 4 to 2 at row 1"),
     ],
 )

@@ -3,7 +3,21 @@
 import pytest
 import torch
 
-from kernels.paging import RowIndex, build_attention_metadata, read_rows, row_index, write_rows
+from kernels.paging import (
+    Destinations,
+    RowIndex,
+    build_attention_metadata,
+    build_destinations,
+    read_rows,
+    row_index,
+    write_rows,
+)
+
+
+def places(flat, page, kept=None):
+    """Destinations of flat row numbers."""
+    flat = torch.as_tensor(flat)
+    return Destinations(kept, RowIndex(flat // page, flat % page))
 
 
 def test_row_t_lives_in_page_t_by_page_at_place_t_modulo_page():
@@ -22,30 +36,53 @@ def test_what_is_written_is_read_back_and_nothing_else_changes(page):
     pool = torch.full((pages, page, 4), float("nan"))
     where = torch.randperm(pages * page - page)[:count] + page  # not in the sink
     rows = torch.randn(count, 4)
-    write_rows(pool, rows, where)
+    write_rows(pool, rows, places(where, page))
     assert torch.equal(pool.view(-1, 4)[where], rows)
     assert int(pool.isfinite().all(-1).sum()) == count
     assert torch.equal(read_rows(pool, RowIndex(where // page, where % page)), rows)
 
 
 def test_a_row_without_destination_is_dropped():
-    """BR-62: index -1 is the last place of the pool to torch."""
+    """BR-62: index -1 is the last place of the pool to torch. A row of 3 tokens and two of padding,
+    the first of them aimed at the sink."""
+    step = build_attention_metadata([0, 3], [1], torch.tensor([[2, 1]]), page=2, pages=3)
+    where = build_destinations(torch.tensor([-1, 2, -1, 1, -1]), step, page=2)
     pool = torch.full((3, 2, 4), 9.0)
-    write_rows(pool, torch.ones(3, 4), torch.tensor([-1, 3, -1]))
-    assert pool.view(-1, 4)[:, 0].tolist() == [9, 9, 9, 1, 9, 9]
+    write_rows(pool, torch.arange(5.0)[:, None].expand(5, 4), where)
+    assert pool.view(-1, 4)[:, 0].tolist() == [9, 9, 1, 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("out_rows", "message"),
+    [
+        ([5, 3, 3, -1, 4], "token 1 to latent row 3; its page table gives it row 2"),
+        ([5, 2, 4, -1, 4], "token 2 to latent row 4; its page table gives it row 3"),
+        ([5, 2, 3, 2, 4], "token 3 to latent row 2; it belongs to no running row"),
+        ([5, 2, 3, -1, 3], "token 4 to latent row 3; its page table gives it row 4"),
+    ],
+)
+def test_a_token_is_written_to_its_own_place_or_nowhere(out_rows, message):
+    """A row of 3 tokens after 1, a skipped row, a decode row; pages of 2."""
+    table = torch.tensor([[2, 1], [-1, -1], [2, -1]])
+    step = build_attention_metadata(
+        [0, 3, 4, 5], [1, 0, 0], table, page=2, pages=3, skipped=[False, True, False]
+    )
+    build_destinations(torch.tensor([5, 2, 3, -1, 4]), step, page=2)
+    with pytest.raises(ValueError, match=message):
+        build_destinations(torch.tensor(out_rows), step, page=2)
 
 
 def test_rows_take_the_dtype_of_the_pool_and_no_gradient():
     pool = torch.zeros(2, 2, 4, dtype=torch.bfloat16)
     rows = torch.randn(1, 4, requires_grad=True)
-    write_rows(pool, rows, torch.tensor([2]))
+    write_rows(pool, rows, places([2], 2))
     assert not pool.requires_grad
     assert torch.equal(pool[1, 0], rows.detach().bfloat16()[0])
 
 
 def test_writes_land_in_a_strided_pool():
     several = torch.zeros(4, 3, 2, 5)
-    write_rows(several[:, 1], torch.ones(1, 5), torch.tensor([5]))
+    write_rows(several[:, 1], torch.ones(1, 5), places([5], 2))
     assert several[2, 1, 1].tolist() == [1] * 5
     assert float(several.sum()) == 5
 

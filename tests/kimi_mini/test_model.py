@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from kimi_mini import ConfigError, ForwardBatch, KimiForCausalLM, preset
+from kimi_mini import ConfigError, ForwardBatch, KimiForCausalLM, ModelState, preset
 from kimi_mini.weights.inventory import parameter_count
 from kimi_mini.weights.names import parameter_specs
 from kimi_mini.workbench.cases import relative_error as relative
@@ -297,11 +297,12 @@ def test_padding_rows_and_padding_tokens_touch_no_real_memory():
         query_start=torch.tensor([0, 5, 6, 7]),
         context_len=torch.tensor([0, 0, 0]),
         slots=torch.tensor([2, -1, -1]),
-        page_table=torch.tensor([[5, 2], [0, -1], [0, -1]]),
-        out_rows=torch.cat([sequence.rows(5), torch.tensor([0, 0, -1, -1])]),
+        page_table=torch.tensor([[5, 2], [-1, -1], [3, -1]]),
+        out_rows=torch.cat([sequence.rows(5), torch.tensor([0, -1, -1, 3])]),
     )
     logits = net.forward_batch(padded, state)
     assert relative(logits[0], expected) < FLOAT64
+    assert (logits[1:] == 0).all()
     assert state.recurrent[:, [1, 3]].isnan().all() and state.conv[:, [1, 3]].isnan().all()
     assert state.latent[:, [1, 3, 4, 6]].isnan().all()
 
@@ -353,6 +354,17 @@ def test_state_carries_no_graph_and_may_be_written_in_any_mode():
         (dict(context_len=torch.tensor([7])), "needs 3 pages of 4"),
         (dict(out_rows=torch.tensor([4, 28])), "out_rows must lie in -1..27"),
         (dict(out_rows=torch.tensor([4])), "out_rows must be \\[2\\]"),
+        (dict(out_rows=torch.tensor([12, 14])), "token 1 to latent row 14; .* gives it row 13"),
+        (dict(out_rows=torch.tensor([16, 17])), "token 0 to latent row 16; .* gives it row 12"),
+        (dict(slots=torch.tensor([-1])), "token 0 to latent row 12; it belongs to no running row"),
+        (dict(token_ids=torch.tensor([5.0, 6.0])), "token_ids must be integers"),
+        (dict(slots=torch.tensor([1.0])), "slots must be integers"),
+        (dict(page_table=torch.tensor([[3.0]])), "page_table must hold integers"),
+        (dict(exports=torch.tensor([0, 2, 3])), "exports are \\[E, 3\\]"),
+        (
+            dict(exports=torch.tensor([[0, 2, 3]]), slots=torch.tensor([0])),
+            "row 0, which is padding",
+        ),
         (dict(query_start=torch.tensor([0, 3])), "beyond the 2 tokens"),
         (dict(query_start=torch.tensor([0, 2, 2])), "2 rows, but there are 1 slots"),
         (dict(exports=torch.tensor([[0, 1, 3]])), "multiple of 16"),
@@ -367,6 +379,45 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_state_untouched(changes, 
     with pytest.raises(ValueError, match=message):
         net.forward_batch(batch_of(sequence, ids(2), **changes), state)
     assert all(part.isnan().all() for part in state)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda s: s._replace(latent=s.latent[..., :30]), "state.latent must be"),
+        (lambda s: s._replace(conv=s.conv[:, :3]), "state.conv must be"),
+        (lambda s: s._replace(recurrent=s.recurrent[:2]), "state.recurrent must be"),
+        (lambda s: s._replace(latent=s.latent[:1]), "state.latent must be"),
+        (lambda s: ModelState(*(t.repeat(2, 1, 1, *[1] * (t.dim() - 3)) for t in s)), "recurrent"),
+        (lambda s: s._replace(recurrent=s.recurrent.bfloat16()), "torch.float32 .* torch.bfloat16"),
+        (lambda s: s._replace(recurrent=s.recurrent.double()), "torch.float32 .* torch.float64"),
+        (lambda s: s._replace(conv=s.conv.bfloat16()), "state.conv must be torch.float32"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_untouched(spoil, message):
+    """BR-48: a recurrent state in bf16 would stall at half of what it should reach."""
+    net = model(dtype=torch.float32)
+    state = spoil(poisoned_state(net, slots=3, pages=6, page=4))
+    sequence = Sequence(net, poisoned_state(net, slots=3, pages=6, page=4), 1, torch.tensor([3]))
+    with pytest.raises(ValueError, match=message):
+        net.forward_batch(batch_of(sequence, ids(2)), state)
+    assert all(part.isnan().all() for part in state)
+
+
+def test_replaying_tokens_whose_latent_rows_exist_leaves_those_rows_alone():
+    """A joint boundary below the pages' hit: out_rows -1 runs the state over shared pages."""
+    net = model()
+    state = poisoned_state(net, slots=2, pages=6, page=4)
+    text, pages = ids(20), torch.tensor([3, 1, 6, 2, 5])
+    first = Sequence(net, state, 1, pages)
+    expected = [first.run(part) for part in text.split(8)][-1]
+    shared = state.latent.clone()
+    again = Sequence(net, state, 2, pages)
+    nowhere = torch.full((20,), -1)
+    logits = net.forward_batch(batch_of(again, text, out_rows=nowhere), state)
+    assert relative(logits[0], expected) < FLOAT64
+    assert relative(state.recurrent[:, 2], state.recurrent[:, 1]) < FLOAT64
+    assert torch.equal(state.latent.nan_to_num(7), shared.nan_to_num(7))
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
-from kernels.paging import build_attention_metadata
+from kernels.paging import build_attention_metadata, build_destinations
 from kimi_mini import preset
 from kimi_mini.batch import Step, stateless_step
 from kimi_mini.layers.kda import KimiDeltaAttention
@@ -163,7 +163,7 @@ def test_mla_keeps_normalised_latents_and_raw_shared_columns_in_its_pages():
     table = torch.tensor([[3, 1]])
     meta = build_attention_metadata([0, 5], [0], table, page=3, pages=4)
     out_rows = torch.tensor([9, 10, 11, 3, 4])
-    got = layer(x, Step(None, None, meta, out_rows), pool)
+    got = layer(x, Step(None, None, meta, build_destinations(out_rows, meta, 3)), pool)
     expected = layer(x, stateless_step(1, 5, KDAKernelDispatcher()), None)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     rows = pool.flatten(0, 1)[out_rows]
