@@ -1,7 +1,8 @@
 """What is computed: the KDA and MLA kernels of Kimi K3 as pure functions of explicit tensors.
 
 A kernel knows tensors, slot indices and lengths. It never hears of requests, prefixes or layers.
-Every fast form stands beside a token-by-token form in `reference.py` that also runs in float64.
+Every fast form stands beside a token-by-token form that also runs in float64: in `reference.py`,
+for the affine view `affine.token_map`.
 
 Dimension letters, the same in every shape comment, einsum string and test id:
 

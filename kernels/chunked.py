@@ -36,7 +36,8 @@ from kernels.packing import Export, check_exports, check_scan_shapes, row_length
 from kernels.recurrent import ScanResult, stack_exports
 
 # Elements of one [chunks*H, C, K] operand that are worked on together: about half a megabyte in
-# float32, so that a group of chunks stays in a core's own cache. Never changes a bit of the result.
+# float32, so that a group of chunks stays in a core's own cache. For widths that models have it
+# changes no bit of the result; for odd ones (K = 17, V = 1) a product may pick another path.
 _GROUP_ELEMENTS = 1 << 17
 
 
@@ -126,7 +127,7 @@ def kda_chunk_scan(
 ) -> ScanResult:
     """KDA over packed rows, chunk by chunk; chunks restart at every row's start.
 
-    q, k, g [N, H, K] (q and k L2-normalised, g natural-log decays <= 0); v [N, H, V];
+    q, k, g [N, H, K] (q and k L2-normalised, g natural-log decays, finite, <= 0); v [N, H, V];
     beta [N, H]; S0 [B, H, V, K] initial states; query_start [B+1]; kernel_chunk any positive
     number. scale defaults to K^-0.5. Works in float32, or in float64 if q is float64.
     exports: states wanted inside the pass, at multiples of kernel_chunk from the row's start or at

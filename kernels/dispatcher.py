@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from kernels.chunked import kda_chunk_scan
-from kernels.kda import CoreResult, KDAInputs, KDAWeights, kda_decode, kda_extend
+from kernels.kda import CoreResult, KDAInputs, KDAWeights, activate, kda_decode, kda_extend
 from kernels.kda_metadata import KDAMetadata, RowGroup, build_metadata
-from kernels.reference import kda_reference, short_conv_reference
+from kernels.numerics import compute_dtype
+from kernels.reference import activate_reference, kda_reference, short_conv_reference
 from kernels.short_conv import short_conv
 
 
@@ -50,12 +51,17 @@ class Backend(NamedTuple):
 
 def _torch_backend(kernel_chunk: int) -> Backend:
     scan = functools.partial(kda_chunk_scan, kernel_chunk=kernel_chunk)
-    extend = functools.partial(kda_extend, convolve=short_conv, scan=scan)
+    extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
     return Backend("torch", kernel_chunk, extend, kda_decode)
 
 
 def _reference_backend(kernel_chunk: int) -> Backend:
-    extend = functools.partial(kda_extend, convolve=short_conv_reference, scan=kda_reference)
+    extend = functools.partial(
+        kda_extend,
+        convolve=short_conv_reference,
+        activate=activate_reference,
+        scan=kda_reference,
+    )
 
     def decode(
         inputs: KDAInputs, weights: KDAWeights, S0: Tensor, conv0: Tensor
@@ -201,10 +207,9 @@ class KDAKernelDispatcher:
         D, W = weights.conv.shape
         B = len(rows.resumed)
         if state is None or not any(rows.resumed):
-            S_dtype = torch.float64 if inputs.qkv.dtype == torch.float64 else torch.float32
             V = self._value_width(inputs, weights)
             return (
-                inputs.qkv.new_zeros(B, H, V, K, dtype=S_dtype),
+                inputs.qkv.new_zeros(B, H, V, K, dtype=compute_dtype(inputs.qkv)),
                 inputs.qkv.new_zeros(B, W - 1, D),
             )
         S0, conv0 = state.recurrent[rows.slots], state.conv[rows.slots]
@@ -225,6 +230,10 @@ class KDAKernelDispatcher:
         N, D = inputs.qkv.shape
         H, K = weights.dt_bias.shape
         V = self._value_width(inputs, weights)
+        if V < 1:
+            raise ValueError(
+                f"qkv has {D} channels; H*(2K+V) with H = {H}, K = {K} is more than {2 * H * K}"
+            )
         expected = [
             ("tokens of qkv", N, step.num_tokens),
             ("qkv channels", D, H * (2 * K + V)),
@@ -238,6 +247,7 @@ class KDAKernelDispatcher:
             expected += [
                 ("recurrent state", tuple(state.recurrent.shape[1:]), (H, V, K)),
                 ("conv state", tuple(state.conv.shape[1:]), (W - 1, D)),
+                ("recurrent dtype", state.recurrent.dtype, compute_dtype(inputs.qkv)),
             ]
         for name, got, want in expected:
             if got != want:

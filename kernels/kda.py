@@ -5,8 +5,8 @@
     gate   g      = decay gate,  beta = sigmoid(b)      3.4, 3.5
     scan   o, S   = delta rule with scale K^-0.5        3.6
 
-Pure: initial states in, final states out. Written once; the backends of the dispatcher differ only
-in the convolution and the scan they put in.
+Pure: initial states in, final states out. Written once; the backends of the dispatcher differ in
+the convolution, activation and scan that they put in.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ class KDAWeights(NamedTuple):
     lower_bound: float | None  # bounded gate (K3) or, if None, softplus gate (Kimi-Linear)
 
 
+class Activated(NamedTuple):
+    """Operands of the recurrence: q, k, g [N, H, K], v [N, H, V], beta [N, H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 class CoreResult(NamedTuple):
     """o [N, H, V]; S [B, H, V, K]; conv [B, W-1, D]; and both kinds of exports [E, ...]."""
 
@@ -58,11 +68,12 @@ def kda_extend(
     query_start: Sequence[int],
     exports: Sequence[Export],
     convolve: Callable[..., ConvResult],
+    activate: Callable[..., Activated],
     scan: Callable[..., ScanResult],
 ) -> CoreResult:
     """Packed rows of any length from their initial states S0 [B, H, V, K], conv0 [B, W-1, D]."""
     conv = convolve(inputs.qkv, weights.conv, conv0, query_start, exports)
-    out = scan(*_activate(conv.y, inputs, weights, S0), S0, query_start, exports)
+    out = scan(*activate(conv.y, inputs, weights, S0.shape[2]), S0, query_start, exports)
     return CoreResult(out.o, out.S, conv.conv, out.exported, conv.exported)
 
 
@@ -71,17 +82,15 @@ def kda_decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token for each of B rows → (o [B, H, V], S [B, H, V, K], conv [B, W-1, D])."""
     y, conv = short_conv_step(inputs.qkv, weights.conv, conv0)
-    o, S = kda_step(*_activate(y, inputs, weights, S0), S0)
+    o, S = kda_step(*activate(y, inputs, weights, S0.shape[2]), S0)
     return o, S, conv
 
 
-def _activate(
-    y: Tensor, inputs: KDAInputs, weights: KDAWeights, S0: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Convolved channels [N, D] and raw logits → q, k, v, g, beta of the recurrence."""
-    _, H, V, K = S0.shape
+def activate(y: Tensor, inputs: KDAInputs, weights: KDAWeights, V: int) -> Activated:
+    """Convolved channels y [N, D] and raw logits → the operands of the recurrence; V is given."""
+    H, K = weights.dt_bias.shape
     qk, v = y.split([2 * H * K, H * V], -1)
     q, k = l2_normalise(qk.unflatten(-1, (2, H, K))).unbind(1)
     g = decay_gate(inputs.gate, weights.A_log, weights.dt_bias, weights.lower_bound)
     beta = sigmoid(inputs.beta.to(compute_dtype(inputs.beta)))
-    return q, k, v.unflatten(-1, (H, V)), g, beta
+    return Activated(q, k, v.unflatten(-1, (H, V)), g, beta)

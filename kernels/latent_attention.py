@@ -29,7 +29,8 @@ def attend_materialised(q: Tensor, rows: Tensor, kv_b: Tensor, context_len: int)
 
     q [T, H, nope+R]; rows [S, L+R] in time order; kv_b [H, nope+V, L]; query t sees rows
     0 .. context_len + t. Returns [T, H, V] in float32 (float64 for float64 q); softmax there too.
-    Memory is bounded: queries are taken in blocks whose size depends on this row alone.
+    Memory: keys and values are expanded once, H*S*(nope+V); queries are taken in blocks (at least
+    16) whose size depends on this row alone, so that their scores stay near 2^22 numbers.
     """
     dtype = compute_dtype(q)
     T, H, width = q.shape

@@ -1,9 +1,9 @@
 """Elementwise functions whose result for a value depends on nothing but that value.
 
-torch evaluates `sigmoid`, `silu` and `rsqrt` with one formula inside vector registers and another
-for the elements left over at the end, so the last bit of a result depends on where the element
-happens to lie. `exp`, division and `sqrt` have no such seam. The forms below are built from them
-alone: a token gets the same bits whatever was packed around it and however its prompt was cut.
+torch evaluates `sigmoid`, `silu` and `softplus` with one formula inside vector registers and with
+another for the elements left over at the end, so the last bit of a result depends on where the
+element happens to lie. `exp`, division and `sqrt` have no such seam. The forms below are built from
+them alone: a token gets the same bits whatever was packed around it and however its prompt was cut.
 """
 
 from __future__ import annotations

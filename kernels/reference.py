@@ -1,7 +1,8 @@
 """The truth the fast kernels are held against: one row, one token at a time, nothing clever.
 
-These loops follow the formulas of architecture 3.2, 3.6 and 6 line by line. They run in float64
-when given float64 and share no code with the forms they check. Slow on purpose.
+These loops follow the formulas of architecture 3.2 to 3.6 and 6 line by line, with the library's
+own functions where the fast forms have theirs. They run in float64 when given float64, and share
+with the forms they check only the reading of query_start and exports. Slow on purpose.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.kda import Activated, KDAInputs, KDAWeights
 from kernels.numerics import compute_dtype
 from kernels.packing import Export, check_exports, check_scan_shapes, row_lengths
 from kernels.recurrent import ScanResult
@@ -70,7 +73,7 @@ def short_conv_reference(
             window.append(x[t])
             seen = torch.stack(window).to(dtype)  # [W, D]
             total = sum(seen[j] * weight[:, j].to(dtype) for j in range(weight.shape[1]))
-            outputs.append(total / (1 + torch.exp(-total)))
+            outputs.append(F.silu(total))
             window.pop(0)
             snapshots[row, t + 1 - start] = list(window)
         finals.append(window)
@@ -85,6 +88,30 @@ def short_conv_reference(
         stacked(finals),
         stacked([snapshots[export] for export in exports]),
     )
+
+
+def activate_reference(y: Tensor, inputs: KDAInputs, weights: KDAWeights, V: int) -> Activated:
+    """Norms and gates. Arguments and results as in `kda.activate`."""
+    dtype = compute_dtype(y)
+    (H, K), bound = weights.dt_bias.shape, weights.lower_bound
+    rate = torch.exp(weights.A_log.to(dtype)).unsqueeze(1)  # [H, 1]
+    tokens = []
+    for t in range(y.shape[0]):
+        q, k, v = y[t].to(dtype).split([H * K, H * K, H * V])
+        q, k = (
+            u / torch.sqrt(torch.linalg.vecdot(u, u).unsqueeze(1) + 1e-6)
+            for u in (q.view(H, K), k.view(H, K))
+        )
+        z = inputs.gate[t].to(dtype) + weights.dt_bias.to(dtype)
+        if bound is None:
+            g = -rate * torch.logaddexp(z, torch.zeros_like(z))
+        else:
+            g = bound * torch.sigmoid(rate * z)
+        tokens.append(Activated(q, k, v.view(H, V), g, torch.sigmoid(inputs.beta[t].to(dtype))))
+    if not tokens:
+        widths = ((H, K), (H, K), (H, V), (H, K), (H,))
+        return Activated(*(y.new_zeros(0, *width, dtype=dtype) for width in widths))
+    return Activated(*(torch.stack(parts) for parts in zip(*tokens, strict=True)))
 
 
 def attention_reference(q: Tensor, rows: Tensor, kv_b: Tensor, context_len: int) -> Tensor:

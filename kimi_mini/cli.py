@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+
+import torch
 
 
 class UserError(ValueError):
@@ -15,17 +19,41 @@ def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
 
     ValueError is what this project raises for bad values (UserError, ConfigError, CheckpointError
     among them); OSError is the file system's. Anything else is our fault and keeps its traceback.
-    Ctrl-C exits with 130, a closed pipe with 141.
+    Ctrl-C exits with 130, a closed pipe with 141. Warnings are one line too. Characters that the
+    terminal cannot show are replaced.
     """
+    warnings.showwarning = _say
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         code = main(None) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; nothing is left to say
         code = 141
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def set_threads(threads: int | None) -> None:
+    """Use this many torch threads; None leaves torch's own choice. UserError if it cannot be."""
+    if threads is None:
+        return
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= threads <= most:
+        raise UserError(f"--threads must be 1..{most} on this machine, got {threads}")
+    torch.set_num_threads(threads)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _say(message: Warning | str, *_: object) -> None:
+    print(f"warning: {_one_line(message)}", file=sys.stderr)

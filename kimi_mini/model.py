@@ -13,7 +13,6 @@ Both run the same layers. A layer i, with block size b of AttnRes (architecture 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
 from kimi_mini.batch import ForwardBatch, ModelState, Step, prepare_step, stateless_step
-from kimi_mini.config import ConfigError, KimiConfig
+from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import torch_dtype
 from kimi_mini.layers.attn_res import AttnResidual, PlainResidual, ResidualStream, start_stream
 from kimi_mini.layers.kda import KimiDeltaAttention
 from kimi_mini.layers.mla import LatentAttention
@@ -30,6 +30,7 @@ from kimi_mini.layers.mlp import MLP
 from kimi_mini.layers.moe import SparseMoE
 from kimi_mini.layers.norm import RMSNorm
 from kimi_mini.layers.parameters import Linear, unfilled
+from kimi_mini.machine import refuse_oversize
 from kimi_mini.weights.inventory import parameter_count
 from kimi_mini.weights.random_init import initialise
 from kimi_mini.weights.reading import LoadReport, read_checkpoint
@@ -117,20 +118,21 @@ class KimiForCausalLM(nn.Module):
     """Kimi K3 in miniature.
 
     A model made by the constructor is unfilled (every parameter NaN): use `from_config` for seeded
-    random weights or `from_pretrained` for a checkpoint. dtype: float32, bfloat16 or float64;
-    backend and kernel_chunk choose the KDA kernels (`KDAKernelDispatcher`).
-    Raises ConfigError for a model that this machine cannot hold.
+    random weights or `from_pretrained` for a checkpoint. dtype: float32, bfloat16, float64, or its
+    name; backend and kernel_chunk choose the KDA kernels (`KDAKernelDispatcher`).
+    Raises ValueError for a model that this machine cannot hold.
     """
 
     def __init__(
         self,
         config: KimiConfig,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = "float32",
         backend: str = "auto",
         kernel_chunk: int = 16,
     ) -> None:
         super().__init__()
-        refuse_oversize(config, dtype)
+        dtype, count = torch_dtype(dtype), parameter_count(config)
+        refuse_oversize(f"a model of {count:,} parameters", count * dtype.itemsize)
         self.config = config
         self.dispatcher = KDAKernelDispatcher(backend, kernel_chunk)
         self.model = KimiModel(config, dtype)
@@ -141,7 +143,7 @@ class KimiForCausalLM(nn.Module):
 
     @classmethod
     def from_config(
-        cls, config: KimiConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kernels
+        cls, config: KimiConfig, *, seed: int = 0, dtype: torch.dtype | str = "float32", **kernels
     ) -> KimiForCausalLM:
         """Random weights (`weights.random_init`), the same for the same seed. kernels: backend,
         kernel_chunk."""
@@ -151,14 +153,14 @@ class KimiForCausalLM(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, dtype: torch.dtype | str = torch.float32, **kernels
+        cls, directory: str | Path, *, dtype: torch.dtype | str = "float32", **kernels
     ) -> KimiForCausalLM:
         """A checkpoint folder in the published layout; dtype "auto" follows its config.
 
         Raises ConfigError or CheckpointError (both ValueError) naming all that is wrong.
         """
         config = KimiConfig.from_json(Path(directory) / "config.json")
-        model = cls(config, getattr(torch, config.dtype) if dtype == "auto" else dtype, **kernels)
+        model = cls(config, config.dtype if dtype == "auto" else dtype, **kernels)
         model.load_report = read_checkpoint(directory, config, model.state_dict())
         return model
 
@@ -229,14 +231,3 @@ class KimiForCausalLM(nn.Module):
             KDAState(*next(kda)) if self.config.is_kda_layer(i) else next(latent)
             for i in range(self.config.num_hidden_layers)
         ]
-
-
-def refuse_oversize(config: KimiConfig, dtype: torch.dtype) -> None:
-    """ConfigError if the parameters alone would not fit this machine's memory."""
-    needed = parameter_count(config) * dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise ConfigError(
-            f"this config has {parameter_count(config):,} parameters, {needed / 1e9:,.0f} GB in "
-            f"{str(dtype).removeprefix('torch.')}; this machine has {memory / 1e9:,.0f} GB"
-        )

@@ -16,11 +16,10 @@ import argparse
 import json
 from collections.abc import Sequence
 
-import torch
-
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, run
-from kimi_mini.serving.open_model import DTYPES, OpenModel, open_model
+from kimi_mini.cli import UserError, run, set_threads
+from kimi_mini.dtypes import DTYPES
+from kimi_mini.serving.open_model import OpenModel, open_model
 from kimi_mini.serving.single import Run
 from kimi_mini.serving.tokenizer import ByteStream
 
@@ -38,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=64)
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", type=int, default=0, help="of the random weights and of sampling")
-    add("--dtype", choices=DTYPES, default="float32")
+    add("--dtype", choices=("auto", *DTYPES), default="float32")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
     add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
     add("--json", action="store_true", help="one JSON object instead of text")
@@ -52,20 +51,21 @@ def prompt_ids(args: argparse.Namespace, opened: OpenModel) -> list[int]:
         if args.prompt == "":
             raise UserError("the prompt is empty: give --prompt some text, or --prompt-ids")
         return opened.encode(SAMPLE_PROMPT if args.prompt is None else args.prompt)
+    text = args.prompt_ids.strip()
     try:
-        return [int(part) for part in args.prompt_ids.strip("[] ").split(",") if part.strip()]
-    except ValueError:
-        raise UserError(
-            f"--prompt-ids takes whole numbers, 1,2,3; got {args.prompt_ids!r}"
-        ) from None
+        ids = json.loads(text if text.startswith("[") else f"[{text}]")
+    except json.JSONDecodeError:
+        ids = None
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise UserError(f"--prompt-ids takes whole numbers, 1,2,3 or [1,2,3]; got {text!r}")
+    return ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.threads is not None:
-        if args.threads < 1:
-            raise UserError(f"--threads must be at least 1, got {args.threads}")
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed must be 0..{2**63 - 1}, got {args.seed}")
     opened = open_model(args.model, args.dtype, args.seed, args.backend)
     request = Run(
         opened.model,
@@ -86,14 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text[-1], end="", flush=True)
     text.append(stream.finish())
     if args.json:
-        print(json.dumps(report(args, request, "".join(text) if opened.has_text else None)))
+        shown = "".join(text) if opened.has_text else None
+        print(json.dumps(report(args, request, shown, opened.notes)))
     else:
         print(text[-1])
         print(closing_line(request), file=sys.stderr)
     return 0
 
 
-def report(args: argparse.Namespace, request: Run, text: str | None) -> dict:
+def report(args: argparse.Namespace, request: Run, text: str | None, notes: Sequence[str]) -> dict:
     return {
         "model": args.model,
         "dtype": str(request.model.dtype).removeprefix("torch."),
@@ -107,6 +108,7 @@ def report(args: argparse.Namespace, request: Run, text: str | None) -> dict:
         "decode_seconds": request.decode_seconds,
         "decode_tokens_per_second": request.decode_rate,
         "state_bytes": request.state_bytes(),
+        "notes": list(notes),
     }
 
 

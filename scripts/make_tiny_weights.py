@@ -16,15 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import argparse
 from collections.abc import Sequence
 
-import torch
-
 from kimi_mini.cli import run
 from kimi_mini.config import PRESETS, KimiConfig, preset
-from kimi_mini.model import refuse_oversize
+from kimi_mini.dtypes import DTYPES, torch_dtype
+from kimi_mini.machine import refuse_oversize
 from kimi_mini.weights import Experts, parameter_count, random_parameters, write_checkpoint
 from kimi_mini.weights.writing import DEFAULT_SHARD_BYTES
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,18 +44,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     config = KimiConfig.from_json(args.config) if args.config else preset(args.preset)
-    refuse_oversize(config, torch.float32)
+    count = parameter_count(config)
+    refuse_oversize(f"{count:,} parameters", 4 * count)
     written = write_checkpoint(
         args.out,
         config,
         random_parameters(config, args.seed),
-        dtype=getattr(torch, args.dtype),
+        dtype=torch_dtype(args.dtype),
         experts=args.experts,
         max_shard_bytes=args.max_shard_bytes,
         overwrite=args.overwrite,
     )
     print(
-        f"{args.out}: {parameter_count(config):,} parameters (seed {args.seed}) in "
+        f"{args.out}: {count:,} parameters (seed {args.seed}) in "
         f"{written.tensors:,} tensors, {written.num_bytes:,} bytes, {len(written.files)} file(s)"
     )
     return 0

@@ -21,15 +21,14 @@ import json
 import time
 from collections.abc import Sequence
 
-import torch
-
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, run
+from kimi_mini.cli import run, set_threads
+from kimi_mini.dtypes import torch_dtype
 from kimi_mini.workbench.verify import Check, as_json, table
 from kimi_mini.workbench.verify_kernels import kernel_checks
 from kimi_mini.workbench.verify_stack import layer_checks, model_checks, open_subject
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checks_of(args: argparse.Namespace) -> list[Check]:
-    dtype = DTYPES[args.dtype]
+    dtype = torch_dtype(args.dtype)
     net = open_subject(args.config, dtype, args.seed, args.backend)
     kda, backend = net.config.linear_attn_config, net.dispatcher.backend.name
     layer = net.model.layers[net.config.kda_layer_ids[0]].self_attn
@@ -60,10 +59,7 @@ def checks_of(args: argparse.Namespace) -> list[Check]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.threads is not None:
-        if args.threads < 1:
-            raise UserError(f"--threads must be at least 1, got {args.threads}")
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     began = time.perf_counter()
     checks = checks_of(args)
     seconds = time.perf_counter() - began

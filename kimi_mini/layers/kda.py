@@ -18,8 +18,9 @@ from kernels.kda import KDAInputs, KDAWeights
 from kernels.numerics import sigmoid
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.norm import HeadNorm
-from kimi_mini.layers.parameters import KeepsFloat32, Linear, at_least_float32, unfilled
+from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
 
 
 class KimiDeltaAttention(KeepsFloat32):

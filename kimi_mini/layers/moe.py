@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from kernels.numerics import compute_dtype
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.mlp import GLU, MLP
 from kimi_mini.layers.norm import RMSNorm
-from kimi_mini.layers.parameters import KeepsFloat32, Linear, at_least_float32, unfilled
+from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
 
 # Up to so many tokens (a decode step, a short piece) share one padded product over all experts.
 PADDED_TOKENS = 128

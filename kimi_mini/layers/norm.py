@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.numerics import compute_dtype
-from kimi_mini.layers.parameters import KeepsFloat32, at_least_float32, unfilled
+from kimi_mini.dtypes import at_least_float32
+from kimi_mini.layers.parameters import KeepsFloat32, unfilled
 
 
 class RMSNorm(nn.Module):

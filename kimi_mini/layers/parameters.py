@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kimi_mini.dtypes import at_least_float32
+
 
 def unfilled(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of NaN: one that no loader and no initialiser has filled cannot pass unseen."""
+    """A parameter of NaN, so that one which nothing has filled shows in every result."""
     return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype))
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the half-precision types, else the type itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class Linear(nn.Module):

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kimi_mini.config import PRESETS, ConfigError, preset
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving.tokenizer import VOCABULARY, ByteTokenizer
 
-DTYPES = ("auto", "float32", "bfloat16", "float64")
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
 
@@ -44,22 +41,19 @@ def open_model(
 ) -> OpenModel:
     """The preset or checkpoint folder called `name`.
 
-    dtype: "float32", "bfloat16", "float64" or "auto" (what the config says). seed: of a preset's
+    dtype: the name of one of `DTYPES` or "auto" (what the config says). seed: of a preset's
     random weights. Raises ConfigError or CheckpointError for a name, folder or file that is wrong.
     """
     if name in PRESETS:
         config = preset(name)
-        kind = getattr(torch, config.dtype if dtype == "auto" else dtype)
+        kind = config.dtype if dtype == "auto" else dtype
         model = KimiForCausalLM.from_config(config, seed=seed, dtype=kind, backend=backend)
         notes = (f"{name}: random weights, seed {seed}", model.dispatcher.describe())
         return OpenModel(model, True, VOCABULARY, notes)
     folder = Path(name)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})"
-        )
-    kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = KimiForCausalLM.from_pretrained(folder, dtype=kind, backend=backend)
+    if not name or not folder.is_dir():
+        raise ConfigError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
+    model = KimiForCausalLM.from_pretrained(folder, dtype=dtype, backend=backend)
     own_tokenizer = any((folder / file).exists() for file in TOKENIZER_FILES)
     has_text = model.config.vocab_size >= VOCABULARY and not own_tokenizer
     return OpenModel(model, has_text, None, (*model.load_report.notes, model.dispatcher.describe()))

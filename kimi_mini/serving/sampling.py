@@ -21,8 +21,12 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> in
     """One token from logits [vocab]; temperature below 1e-5 takes the largest, lowest id on ties.
 
     Entries of -inf are never drawn. The generator is advanced once a draw, not at all when greedy.
+    Raises ValueError if a logit is NaN or +inf, or none is finite.
     """
+    best = logits.max()  # NaN if any is
+    if not bool(best.isfinite()):
+        raise ValueError(f"the logits are not finite (largest: {best}): are the weights damaged?")
     if temperature < GREEDY_BELOW:
-        return int((logits == logits.max()).nonzero()[0])
-    weights = torch.softmax((logits - logits.max()) / temperature, -1)
+        return int((logits == best).nonzero()[0])
+    weights = torch.softmax((logits - best).double() / temperature, -1)
     return int(torch.multinomial(weights, 1, generator=generator))

@@ -9,15 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from kimi_mini.batch import ForwardBatch, ModelState, allocate_state
+from kimi_mini.machine import refuse_oversize
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving.sampling import check_temperature, sample
 
 PAGE = 16
+
+
+class FinishReason(StrEnum):
+    """Why a run ended: an end-of-sequence token, or as many tokens as asked for or possible."""
+
+    STOP = "stop"
+    LENGTH = "length"
 
 
 @dataclass
@@ -26,7 +35,8 @@ class Run:
 
     vocabulary: ids from here on are never sampled (None: all may be). prefill_chunk: prompt tokens
     of one step. Raises ValueError for an empty prompt, ids outside the model's vocabulary, a
-    negative max_tokens, a bad temperature, or a prompt beyond the model's context.
+    negative max_tokens, a bad temperature, a prompt beyond the model's context, or more latent rows
+    than this machine can hold.
     """
 
     model: KimiForCausalLM
@@ -37,7 +47,8 @@ class Run:
     vocabulary: int | None = None
     prefill_chunk: int = 512
     output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" or "length"
+    computed: int = 0  # tokens that are in the state
+    finish_reason: FinishReason | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -60,26 +71,31 @@ class Run:
                 f"the prompt has {len(self.prompt_ids)} tokens; this model's context is "
                 f"{config.max_position_embeddings} (max_position_embeddings)"
             )
+        left = config.max_position_embeddings - len(self.prompt_ids)
+        self.room = min(self.max_tokens, left)  # tokens that may be sampled
+        self.state = self._allocate(-(-(len(self.prompt_ids) + self.room) // PAGE))
+
+    def _allocate(self, pages: int) -> ModelState:
+        config, dtype = self.model.config, self.model.dtype
+        row = len(config.mla_layer_ids) * config.latent_width * dtype.itemsize
+        refuse_oversize(f"room for {pages * PAGE:,} latent rows", pages * PAGE * row)
+        return allocate_state(config, num_slots=1, num_pages=pages, page=PAGE, dtype=dtype)
 
     def tokens(self) -> Iterator[int]:
         """Run, yielding each sampled token as it comes; an end-of-sequence token ends the run and
         is kept in output_ids but not yielded. Prompt and output together stay within the context.
         """
-        config = self.model.config
         generator = torch.Generator().manual_seed(self.seed)
-        room = min(self.max_tokens, config.max_position_embeddings - len(self.prompt_ids))
-        self.state = self._allocate(len(self.prompt_ids) + room)
-        self.finish_reason = "length"
-        if room == 0:
+        self.finish_reason = FinishReason.LENGTH
+        if self.room == 0:
             return
         started = time.perf_counter()
         known = list(self.prompt_ids)
-        computed = 0
         while True:
-            piece = known[computed : computed + self.prefill_chunk]
-            logits = self._step(piece, computed, computed + len(piece) == len(known))
-            computed += len(piece)
-            if computed < len(known):
+            piece = known[self.computed : self.computed + self.prefill_chunk]
+            logits = self._step(piece, self.computed, self.computed + len(piece) == len(known))
+            self.computed += len(piece)
+            if self.computed < len(known):
                 continue
             token = sample(self._masked(logits[0]), self.temperature, generator)
             now = time.perf_counter()
@@ -90,22 +106,13 @@ class Run:
             started = now
             self.output_ids.append(token)
             known.append(token)
-            if token in config.eos_token_ids:
-                self.finish_reason = "stop"
+            if token in self.model.config.eos_token_ids:
+                self.finish_reason = FinishReason.STOP
                 return
             yield token
             started = time.perf_counter()  # the consumer's time is not ours
-            if len(self.output_ids) == room:
+            if len(self.output_ids) == self.room:
                 return
-
-    def _allocate(self, length: int) -> ModelState:
-        return allocate_state(
-            self.model.config,
-            num_slots=1,
-            num_pages=-(-length // PAGE),
-            page=PAGE,
-            dtype=self.model.dtype,
-        )
 
     def _step(self, piece: list[int], context: int, wanted: bool) -> Tensor:
         places = torch.arange(context, context + len(piece))
@@ -130,7 +137,7 @@ class Run:
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second, the first sampled token included in the time."""
-        return _rate(len(self.prompt_ids), self.prefill_seconds)
+        return _rate(min(self.computed, len(self.prompt_ids)), self.prefill_seconds)
 
     @property
     def decode_rate(self) -> float:
@@ -139,13 +146,12 @@ class Run:
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes held for this request by kind: recurrent, conv, and latent rows filled so far."""
-        rows = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
         latent = self.state.latent
         row_bytes = latent.shape[0] * latent.shape[-1] * latent.itemsize
         return {
             "recurrent": self.state.recurrent[:, 1].nbytes,
             "conv": self.state.conv[:, 1].nbytes,
-            "latent": rows * row_bytes,
+            "latent": self.computed * row_bytes,
             "latent_per_token": row_bytes,
         }
 

@@ -21,8 +21,8 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens. Stateless."""
 
     def encode(self, text: str) -> list[int]:
-        """bos, then one token a byte."""
-        return [BOS, *(byte + FIRST_BYTE for byte in text.encode("utf-8"))]
+        """bos, then one token a byte; bytes smuggled in as surrogates (a command line's) too."""
+        return [BOS, *(byte + FIRST_BYTE for byte in text.encode("utf-8", "surrogateescape"))]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; specials are silent, broken UTF-8 and ids >= 259 give U+FFFD."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kimi_mini.dtypes import at_least_float32
+
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -77,7 +79,7 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
 
     Every value fits bf16 (at most two significant bits); float16 lacks the exponents.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = at_least_float32(dtype)
     values = torch.tensor(MAGNITUDES, dtype=wide, device=packed.device)
     values = torch.cat((values, -values))
     powers = [2.0 ** (e - SCALE_BIAS) for e in range(255)] + [float("nan")]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -77,7 +78,7 @@ class TensorEntry(NamedTuple):
     def dtype_in(self, model_dtype: torch.dtype) -> torch.dtype:
         """Its dtype in a model of `model_dtype`: at least float32 for the kinds that keep it."""
         if self.keeps_float32:
-            return torch.promote_types(model_dtype, torch.float32)
+            return at_least_float32(model_dtype)
         return model_dtype
 
     def accepts(self, shape: Shape) -> bool:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 from kimi_mini.weights.names import (
     Kind,
     TensorEntry,
@@ -55,7 +56,7 @@ def random_parameters(
     config: KimiConfig, seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """New parameters of a model of this config, without the model."""
-    keep = torch.promote_types(dtype, torch.float32)
+    keep = at_least_float32(dtype)
     parameters = {
         name: torch.empty(spec.shape, dtype=keep if spec.keeps_float32 else dtype)
         for name, spec in parameter_specs(config).items()

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from kimi_mini import ConfigError, ForwardBatch, KimiForCausalLM, ModelState, preset
+from kimi_mini import ForwardBatch, KimiForCausalLM, ModelState, preset
 from kimi_mini.weights.inventory import parameter_count
 from kimi_mini.weights.names import parameter_specs
 from kimi_mini.workbench.cases import relative_error as relative
@@ -46,7 +46,7 @@ def test_the_bench_preset_has_its_published_size():
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated():
-    with pytest.raises(ConfigError, match="2,779,484,478,208 parameters"):
+    with pytest.raises(ValueError, match="2,779,484,478,208 parameters would take 11,118 GB"):
         KimiForCausalLM(preset("k3"))
 
 

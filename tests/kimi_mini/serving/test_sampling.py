@@ -37,3 +37,16 @@ def test_draws_follow_the_distribution_and_the_seed():
 
 def test_large_logits_do_not_overflow():
     assert draw([3e38, -3e38], 0.5) == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(temperature, bad):
+    with pytest.raises(ValueError, match="not finite"):
+        draw([1.0, bad, 2.0], temperature)
+    with pytest.raises(ValueError, match="not finite"):
+        draw([-math.inf, -math.inf], temperature)
+
+
+def test_a_huge_temperature_is_nearly_uniform():
+    assert {draw([5.0, 1.0, -9.0], 1e300, seed) for seed in range(30)} == {0, 1, 2}

@@ -1,6 +1,7 @@
 """One request from prompt to last token."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -82,11 +83,14 @@ def test_prompt_and_output_stay_within_the_context(nano, prompt, asked, given):
         (dict(prompt_ids=[5] * 5000), "5000 tokens; this model's context is 1024"),
         (dict(max_tokens=-1), "max_tokens must not be negative"),
         (dict(prefill_chunk=0), "prefill_chunk must be at least 1"),
+        (dict(model="large", max_tokens=10**11), "would take .* GB; there are"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
     ],
 )
 def test_impossible_requests_are_refused_at_the_door(nano, changes, message):
+    if changes.pop("model", None):
+        nano = limited(nano, 10**12)
     with pytest.raises(ValueError, match=message):
         Run(nano, **{"prompt_ids": [5], **changes})
 
@@ -104,6 +108,13 @@ def test_prompt_zero_is_a_token_and_seed_zero_a_seed(nano):
 def test_ids_beyond_the_vocabulary_in_use_are_never_sampled(nano):
     run = Run(nano, [5], max_tokens=200, temperature=5.0, vocabulary=100)
     assert max(run.tokens()) < 100
+
+
+def test_the_time_of_the_consumer_is_not_counted(nano):
+    run = Run(nano, [5], max_tokens=4)
+    for _ in run.tokens():
+        time.sleep(0.2)
+    assert run.decode_seconds < 0.2
 
 
 def test_state_bytes_are_those_of_the_config(nano):

@@ -292,19 +292,64 @@ def test_an_interruption_leaves_no_half_folder(tmp_path, nano, weights, monkeypa
     assert os.listdir(tmp_path) == []
 
 
-def test_if_the_last_rename_fails_the_old_folder_is_back(folder, nano, weights, monkeypatch):
+@pytest.mark.parametrize(
+    ("stop", "raised"),
+    [
+        (OSError(1, "Operation not permitted"), CheckpointError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_if_the_last_rename_fails_the_old_folder_is_back(
+    folder, nano, weights, monkeypatch, stop, raised
+):
     before = contents(folder)
     rename = Path.rename
 
     def refuse(self, target):
         if self.name.endswith(".new"):
-            raise OSError(1, "Operation not permitted")
+            raise stop
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(CheckpointError, match="Operation not permitted"):
+    with pytest.raises(raised):
         write_checkpoint(folder, nano, weights, overwrite=True, max_shard_bytes=300_000)
     assert contents(folder) == before and os.listdir(folder.parent) == [folder.name]
+
+
+def test_an_empty_folder_is_filled_and_stays_the_same_folder(tmp_path, nano, weights, monkeypatch):
+    """Somebody may be standing in it: `make_tiny_weights.py .`"""
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    before = os.stat(".").st_ino
+    write_checkpoint(".", nano, weights)
+    assert os.stat(".").st_ino == before == os.stat(tmp_path).st_ino
+    assert (Path(CONFIG)).is_file() and tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_checkpoint_is_not_replaced_under_the_feet_of_its_user(
+    folder, nano, weights, monkeypatch
+):
+    before = contents(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(CheckpointError, match="cannot be replaced from inside"):
+        write_checkpoint(".", nano, weights, overwrite=True)
+    assert contents(folder) == before
+
+
+def test_replacing_keeps_the_mode_of_the_folder(folder, nano, weights):
+    folder.chmod(0o710)
+    write_checkpoint(folder, nano, weights, overwrite=True)
+    assert folder.stat().st_mode & 0o777 == 0o710
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, None), (1e6, torch.float16)])
+def test_parameters_that_are_not_finite_are_not_written(tmp_path, nano, value, dtype):
+    """A model that nothing has filled is NaN throughout; 1e6 is infinite in float16."""
+    parameters = random_parameters(nano, seed=0)
+    parameters["model.layers.1.self_attn.in_proj.weight"][40, 3] = value
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj.*not finite"):
+        write_checkpoint(tmp_path / "x", nano, parameters, dtype=dtype)
+    assert os.listdir(tmp_path) == []
 
 
 def test_weights_that_mxfp4_cannot_hold_are_refused_by_name(tmp_path, nano, golden, unfilled):
