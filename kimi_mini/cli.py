@@ -43,12 +43,16 @@ def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
 
 def set_threads(threads: int | None) -> None:
     """Use this many torch threads; None leaves torch's own choice. UserError if it cannot be."""
-    if threads is None:
-        return
+    if threads is not None:
+        check_threads(threads)
+        torch.set_num_threads(threads)
+
+
+def check_threads(threads: int) -> None:
+    """UserError unless 1 <= threads <= 4 per processor: far beyond that the runtime crashes."""
     most = 4 * (os.cpu_count() or 1)
     if not 1 <= threads <= most:
         raise UserError(f"--threads must be 1..{most} on this machine, got {threads}")
-    torch.set_num_threads(threads)
 
 
 def _one_line(message: object) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -45,7 +45,9 @@ def _whole(low: int) -> Rule:
 
 
 def _real(words: str, test: Callable[[float], bool]) -> Rule:
-    return Rule(words, lambda v: type(v) in (int, float) and abs(v) < math.inf and test(v))
+    return Rule(
+        words, lambda v: type(v) in (int, float) and abs(v) <= sys.float_info.max and test(v)
+    )
 
 
 def _one_of(*values: Any) -> Rule:

@@ -62,7 +62,7 @@ IGNORED = frozenset(_MEANINGLESS.split())
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Parses a file, or the `config.json` of a folder. Raises ConfigError without the path."""
+    """Parses a file. Raises ConfigError, without the path: the caller names it."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,9 +120,9 @@ def check_names(
         raise ConfigError("; ".join(faults))
 
 
-def k3_form(values: Mapping[str, Any], fields: FileFields | None = None) -> dict[str, Any]:
-    """The K3 nesting of `values`; `fields` gives the ignored ones to write back."""
-    ignored_text, ignored_top = fields[1:] if fields else ({}, {})
+def k3_form(values: Mapping[str, Any], fields: FileFields) -> dict[str, Any]:
+    """The K3 nesting of `values`; `fields` holds the ignored ones to write back."""
+    _, ignored_text, ignored_top = fields
     given = _given(values, WRITTEN_WHEN_NULL)
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
@@ -138,9 +138,9 @@ def k3_form(values: Mapping[str, Any], fields: FileFields | None = None) -> dict
     }
 
 
-def kimi_linear_form(values: Mapping[str, Any], fields: FileFields | None = None) -> dict[str, Any]:
+def kimi_linear_form(values: Mapping[str, Any], fields: FileFields) -> dict[str, Any]:
     """The older flat form of `values`, without what K3 added (which must be absent)."""
-    ignored_text, ignored_top = fields[1:] if fields else ({}, {})
+    _, ignored_text, ignored_top = fields
     given = _given(values, ("q_lora_rank",))
     given["linear_attn_config"] = _given(given["linear_attn_config"], ())
     for section in (given, given["linear_attn_config"]):

@@ -153,15 +153,21 @@ class KimiForCausalLM(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, dtype: torch.dtype | str = "float32", **kernels
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | str = "float32",
+        verify: bool = True,
+        **kernels,
     ) -> KimiForCausalLM:
-        """A checkpoint folder in the published layout; dtype "auto" follows its config.
+        """A checkpoint folder in the published layout; dtype "auto" follows its config; verify:
+        check recorded digests.
 
         Raises ConfigError or CheckpointError (both ValueError) naming all that is wrong.
         """
         config = KimiConfig.from_json(Path(directory) / "config.json")
         model = cls(config, config.dtype if dtype == "auto" else dtype, **kernels)
-        model.load_report = read_checkpoint(directory, config, model.state_dict())
+        model.load_report = read_checkpoint(directory, config, model.state_dict(), verify)
         return model
 
     def save_pretrained(self, directory: str | Path, **options) -> None:

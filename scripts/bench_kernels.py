@@ -20,7 +20,7 @@ import itertools
 import json
 from collections.abc import Sequence
 
-from kimi_mini.cli import UserError, run
+from kimi_mini.cli import UserError, check_threads, run
 from kimi_mini.workbench import bench
 
 
@@ -38,7 +38,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="of every figure (5)")
     add("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args(argv)
-    for name in ("K", "V", "T", "threads", "heads", "kernel_chunk", "repeats"):
+    for number in args.threads:
+        check_threads(number)
+    for name in ("K", "V", "T", "heads", "kernel_chunk", "repeats"):
         value = getattr(args, name)
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number < 1:

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(report(args, request, shown, opened.notes)))
     else:
         print(text[-1])
-        print(closing_line(request), file=sys.stderr)
+        print(closing_line(request))
     return 0
 
 

@@ -440,3 +440,8 @@ def test_a_config_cannot_be_changed_and_can_be_a_key():
     assert isinstance(config.linear_attn_config, LinearAttnConfig)
     config.to_json_dict()["text_config"]["linear_attn_config"]["kda_layers"].append(9)
     assert config.linear_attn_config.kda_layers == (1, 2, 3)
+
+
+def test_a_number_beyond_all_floats_is_refused_in_few_words(text):
+    text["rms_norm_eps"] = 10**400
+    assert "rms_norm_eps is 1000" in refused(text) and len(refused(text)) < 200
