@@ -87,29 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.append(stream.finish())
     if args.json:
         shown = "".join(text) if opened.has_text else None
-        print(json.dumps(report(args, request, shown, opened.notes)))
+        names = {"model": args.model, "text": shown, "notes": list(opened.notes)}
+        print(json.dumps(names | request.report()))
     else:
         print(text[-1])
         print(closing_line(request))
     return 0
-
-
-def report(args: argparse.Namespace, request: Run, text: str | None, notes: Sequence[str]) -> dict:
-    return {
-        "model": args.model,
-        "dtype": str(request.model.dtype).removeprefix("torch."),
-        "backend": request.model.dispatcher.backend.name,
-        "prompt_ids": list(request.prompt_ids),
-        "output_ids": request.output_ids,
-        "text": text,
-        "finish_reason": request.finish_reason,
-        "prefill_seconds": request.prefill_seconds,
-        "prefill_tokens_per_second": request.prefill_rate,
-        "decode_seconds": request.decode_seconds,
-        "decode_tokens_per_second": request.decode_rate,
-        "state_bytes": request.state_bytes(),
-        "notes": list(notes),
-    }
 
 
 def closing_line(request: Run) -> str:

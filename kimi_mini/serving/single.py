@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,21 @@ class Run:
     def decode_rate(self) -> float:
         """Tokens after the first, a second."""
         return _rate(max(0, len(self.output_ids) - 1), self.decode_seconds)
+
+    def report(self) -> dict[str, Any]:
+        """All there is to say of the run, as plain values."""
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "backend": self.model.dispatcher.backend.name,
+            "prompt_ids": list(self.prompt_ids),
+            "output_ids": self.output_ids,
+            "finish_reason": self.finish_reason,
+            "prefill_seconds": self.prefill_seconds,
+            "prefill_tokens_per_second": self.prefill_rate,
+            "decode_seconds": self.decode_seconds,
+            "decode_tokens_per_second": self.decode_rate,
+            "state_bytes": self.state_bytes(),
+        }
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes held for this request by kind: recurrent, conv, and latent rows filled so far."""

@@ -1,7 +1,7 @@
 """The whole model against implementations that nobody of this project wrote.
 
-float32: the tolerances that the golden data advise (logits 5e-4, traces 1e-3, states 2e-4; the
-implementations behind it lie within 1.2e-4 of float64). float64: 1e-8 against its own reference.
+The golden data advise logits 5e-4, traces 1e-3, states 2e-4 in float32 and 1e-8 in float64; the
+bounds here are tighter, three times and more what was measured (8e-5, 6e-5, 3e-5 and 2e-13).
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.kimi_mini.golden_cases import (
     poisoned_state,
 )
 
-LOGITS, TRACE, STATE, FLOAT64 = 5e-4, 1e-3, 2e-4, 1e-8
+LOGITS, TRACE, STATE, FLOAT64 = 2.5e-4, 3e-4, 1e-4, 1e-11
 EACH = pytest.mark.parametrize("name", NAMES)
 PIECES = (1, 3, 16, 64)
 
