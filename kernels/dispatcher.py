@@ -187,17 +187,17 @@ class KDAKernelDispatcher:
         S0, conv0 = self._gather(inputs, weights, state, rows)
         if decode:
             o, S, conv = self.backend.decode(inputs, weights, S0, conv0)
-            if state is not None:
-                _scatter(state, rows.slots, S, conv)
-                if rows.exports:
-                    _scatter(state, rows.export_slots, S[rows.export_rows], conv[rows.export_rows])
-            return o
-        out = self.backend.extend(inputs, weights, S0, conv0, rows.query_start, rows.exports)
+        else:
+            o, S, conv, *exported = self.backend.extend(
+                inputs, weights, S0, conv0, rows.query_start, rows.exports
+            )
         if state is not None:
-            _scatter(state, rows.slots, out.S, out.conv)
+            _scatter(state, rows.slots, S, conv)
             if rows.exports:
-                _scatter(state, rows.export_slots, out.exported_S, out.exported_conv)
-        return out.o
+                if decode:  # the only place to export a one-token row is its end
+                    exported = (S[rows.export_rows], conv[rows.export_rows])
+                _scatter(state, rows.export_slots, *exported)
+        return o
 
     def _gather(
         self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, rows: RowGroup
