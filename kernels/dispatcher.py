@@ -55,7 +55,7 @@ def _torch_backend(kernel_chunk: int) -> Backend:
     return Backend("torch", kernel_chunk, extend, kda_decode)
 
 
-def _reference_backend(kernel_chunk: int) -> Backend:
+def _reference_backend(_kernel_chunk: int) -> Backend:
     extend = functools.partial(
         kda_extend,
         convolve=short_conv_reference,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.packing import Export, check_exports, integers, row_lengths
+from kernels.packing import Export, check_exports, check_integers, integers, row_lengths
 
 
 class RowGroup(NamedTuple):
@@ -73,6 +73,8 @@ def build_metadata(
         )
     if any(length < 0 for length in context_len):
         raise ValueError(f"context_len must not be negative, got {min(context_len)}")
+    if isinstance(exports, Tensor):
+        check_integers("exports", exports, axes=2)
     wanted = [] if exports is None else [_export(entry) for entry in exports]
     check_exports([Export(row, offset) for row, offset, _ in wanted], lengths, export_alignment)
     for row, _, destination in wanted:
@@ -133,8 +135,7 @@ def _check_slots(slots: list[int], destinations: list[int], num_slots: int) -> N
 
 
 def _export(entry: Tensor | Sequence[int]) -> tuple[int, ...]:
-    scalar = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.dim() == 0)
-    numbers = () if scalar else tuple(integers("an export", entry))
+    numbers = () if isinstance(entry, int) else tuple(integers("an export", entry))
     if len(numbers) != 3:
         raise ValueError(f"exports are [E, 3]: (row, offset, destination slot); got entry {entry}")
     return numbers

@@ -22,13 +22,22 @@ class Export(NamedTuple):
     offset: int
 
 
+def check_integers(name: str, values: Tensor, axes: int = 1) -> None:
+    """ValueError unless `values` is an integer tensor, or an empty one, with so many axes."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(values).__name__}")
+    other = values.dtype.is_floating_point or values.dtype == torch.bool
+    if values.dim() != axes or (other and values.numel()):
+        raise ValueError(
+            f"{name} must be integers along {axes} {'axis' if axes == 1 else 'axes'}, got "
+            f"{values.dtype} {[*values.shape]}"
+        )
+
+
 def integers(name: str, values: Tensor | Sequence[int]) -> list[int]:
     """The entries of a one-axis integer tensor or sequence; ValueError if they are not."""
     if isinstance(values, Tensor):
-        if values.dim() != 1 or values.dtype.is_floating_point or values.dtype == torch.bool:
-            raise ValueError(
-                f"{name} must be integers along one axis, got {values.dtype} {[*values.shape]}"
-            )
+        check_integers(name, values)
         return values.tolist()
     try:
         return [operator.index(value) for value in values]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.packing import integers, row_lengths
+from kernels.packing import check_integers, integers, row_lengths
 
 
 class RowIndex(NamedTuple):
@@ -84,12 +84,13 @@ def build_attention_metadata(
     *,
     page: int,
     pages: int,
-    skipped: Sequence[bool] | None = None,
+    slots: Sequence[int] | None = None,
 ) -> AttentionMetadata:
     """Check page tables and share the rows of a step out.
 
     query_start [B+1], context_len [B], page_table [B, P]; `page` latent rows a page, `pages` pages
-    in the pool; skipped [B]: rows that do not run, whose tables are not looked at.
+    in the pool; slots [B] of the rows: -1 does not run, and its table is not looked at; 0 is
+    padding and may use the sink page 0, which real rows may not. None: page 0 is like any other.
     Raises ValueError for a table that is too short for its row or names a page out of range.
     """
     starts = integers("query_start", query_start)
@@ -99,10 +100,12 @@ def build_attention_metadata(
         raise ValueError(
             f"context_len must be {len(lengths)} lengths, none negative; got {context}"
         )
-    if skipped is not None:
-        lengths = [0 if skip else n for skip, n in zip(skipped, lengths, strict=True)]
+    lowest = [0] * len(lengths)  # page that each row may name
+    if slots is not None:
+        lengths = [0 if slot == -1 else n for slot, n in zip(slots, lengths, strict=True)]
+        lowest = [int(slot > 0) for slot in slots]
     totals = [c + n if n else 0 for c, n in zip(context, lengths, strict=True)]
-    table = _checked_table(page_table, totals, page, pages)
+    table = _checked_table(page_table, totals, page, lowest, pages)
     extend, single = [], []
     for r, length in enumerate(lengths):
         if length == 1:
@@ -120,14 +123,16 @@ def build_attention_metadata(
     return AttentionMetadata(tuple(extend), decode)
 
 
-def _checked_table(page_table: Tensor, totals: Sequence[int], page: int, pages: int) -> Tensor:
-    """The page table as int64, if every page that rows of totals[r] latent rows need is real."""
-    if page_table.dim() != 2 or page_table.shape[0] != len(totals):
+def _checked_table(
+    page_table: Tensor, totals: Sequence[int], page: int, lowest: Sequence[int], pages: int
+) -> Tensor:
+    """The page table as int64, if the pages that a row of totals[r] latent rows needs are all in
+    lowest[r] .. pages-1."""
+    check_integers("page_table", page_table, axes=2)
+    if page_table.shape[0] != len(totals):
         raise ValueError(
             f"page_table must be [{len(totals)}, P], one line a row; got {[*page_table.shape]}"
         )
-    if page_table.dtype.is_floating_point:
-        raise ValueError(f"page_table must hold integers, got {page_table.dtype}")
     table, room = page_table.long(), page_table.shape[1]
     needed = [-(-total // page) for total in totals]
     for r, count in enumerate(needed):
@@ -137,12 +142,12 @@ def _checked_table(page_table: Tensor, totals: Sequence[int], page: int, pages: 
                 f"page table has room for {room}"
             )
     used = torch.arange(room) < torch.tensor(needed, dtype=torch.long).unsqueeze(1)
-    wrong = used & ((table < 0) | (table >= pages))
+    wrong = used & ((table < torch.tensor(lowest).view(-1, 1)) | (table >= pages))
     if bool(wrong.any()):
         r = int(wrong.any(1).nonzero()[0])
         raise ValueError(
             f"row {r} needs {needed[r]} pages; its page table names "
-            f"{table[r, : needed[r]].tolist()}, the pool has pages 0..{pages - 1}"
+            f"{table[r, : needed[r]].tolist()}, allowed: {lowest[r]}..{pages - 1}"
         )
     return table
 
@@ -152,7 +157,8 @@ def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> 
 
     A token may be written to the place that its row's page table gives it, or, with -1, nowhere
     (its row is there already: tokens replayed for the recurrent state alone). Tokens of no running
-    row may name the sink page or -1, and are dropped. Raises ValueError for any other place.
+    row may name the sink page or -1, and are dropped. Raises ValueError for any other place, and
+    for a place outside the sink that two tokens would be written to.
     """
     own = torch.full_like(out_rows, -1)
     for row in step.extend:
@@ -175,6 +181,9 @@ def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> 
                 else f"it belongs to no running row (allowed: -1, or the sink's 0..{page - 1})"
             )
         )
+    real, counts = out_rows[written & (out_rows >= page)].unique(return_counts=True)
+    if bool((counts > 1).any()):
+        raise ValueError(f"out_rows sends several tokens to latent row {int(real[counts > 1][0])}")
     kept = None if bool(written.all()) else written
     places = out_rows if kept is None else out_rows[kept]
     return Destinations(kept, RowIndex(places // page, places % page))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda_metadata import KDAMetadata
+from kernels.packing import check_integers
 from kernels.paging import (
     AttentionMetadata,
     Destinations,
@@ -21,6 +22,7 @@ from kernels.paging import (
     build_destinations,
 )
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 
 
 class ModelState(NamedTuple):
@@ -45,7 +47,7 @@ class ForwardBatch:
     query_start [B+1]   row r owns tokens query_start[r] .. query_start[r+1]; may own none
     context_len [B]     tokens already in the row's state and pages; 0: the row starts from zeros
     slots       [B]     state slot; 1..num_slots distinct, 0 padding sink, -1 the row does not run
-    page_table  [B, P]  pages of the row in order, -1 where unused
+    page_table  [B, P]  pages of the row in order, -1 where unused; a row of slot 0 uses page 0
     out_rows    [N]     flat latent row (page * page_size + place) of each token: the place that the
                         page table gives it, or -1 (its row is there already, or it is padding)
     exports     [C, 3]  (row, offset, destination slot): also keep the state after `offset` tokens
@@ -97,14 +99,15 @@ def prepare_step(
     """Check a batch against the state it names, and the state against the model of activation dtype
     `dtype`; ValueError says what does not fit, before any memory is touched."""
     check_state(state, config, dtype)
+    check_range("token_ids", batch.token_ids, 0, config.vocab_size)
     N = batch.token_ids.shape[0]
-    _check_range("token_ids", batch.token_ids, 0, config.vocab_size)
     pages, page = state.latent.shape[1:3]
+    check_integers("slots", batch.slots)
+    check_range("out_rows", batch.out_rows, -1, pages * page)
     if batch.out_rows.shape != (N,):
         raise ValueError(f"out_rows must be [{N}], one a token; got {[*batch.out_rows.shape]}")
-    _check_range("out_rows", batch.out_rows, -1, pages * page)
     if batch.logits_at is not None:
-        _check_range("logits_at", batch.logits_at, 0, N)
+        check_range("logits_at", batch.logits_at, 0, N)
     kda = dispatcher.plan(
         batch.query_start,
         batch.slots,
@@ -119,7 +122,7 @@ def prepare_step(
         batch.page_table,
         page=page,
         pages=pages,
-        skipped=(batch.slots == -1).tolist(),
+        slots=batch.slots.tolist(),
     )
     destinations = build_destinations(batch.out_rows.long(), attention, page)
     return Step(dispatcher, kda, attention, destinations)
@@ -131,32 +134,37 @@ def check_state(state: ModelState, config: KimiConfig, dtype: torch.dtype) -> No
     A recurrent state in half precision is refused here: it would stall (bf16 rounds S + 0.002 (1-S)
     back to S from 0.5 on).
     """
-    kda, slots = config.linear_attn_config, state.recurrent.shape[1]
-    H, D = kda.num_heads, kda.head_dim
-    layers, latent = len(config.kda_layer_ids), state.latent
-    recurrent_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    expected = {
-        "recurrent": (state.recurrent, (layers, slots, H, D, D), recurrent_dtype),
-        "conv": (state.conv, (layers, slots, kda.short_conv_kernel_size - 1, 3 * H * D), dtype),
-        "latent": (
-            latent,
-            (len(config.mla_layer_ids), *latent.shape[1:3], config.latent_width),
-            dtype,
-        ),
-    }
-    for name, (tensor, shape, wanted) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != wanted:
+
+    def size(tensor: Tensor, axis: int) -> int:
+        return max(1, tensor.shape[axis]) if axis < tensor.dim() else 1
+
+    slots, pages, page = size(state.recurrent, 1), size(state.latent, 1), size(state.latent, 2)
+    expected = state_form(config, slots, pages, page, dtype)
+    for name, tensor, (shape, wanted) in zip(state._fields, state, expected, strict=True):
+        if tuple(tensor.shape) != shape or tensor.dtype != wanted or 0 in tensor.stride():
             raise ValueError(
-                f"state.{name} must be {wanted} {[*shape]} for this model, got {tensor.dtype} "
-                f"{[*tensor.shape]}"
+                f"state.{name} must be {wanted} {[*shape]} (any number of slots and pages), each "
+                f"number in a place of its own; got {tensor.dtype} {[*tensor.shape]}"
             )
 
 
-def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    if values.dim() != 1 or values.dtype.is_floating_point:
-        raise ValueError(
-            f"{name} must be integers along one axis, got {values.dtype} {[*values.shape]}"
-        )
+def state_form(
+    config: KimiConfig, slots: int, pages: int, page: int, dtype: torch.dtype
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of recurrent, conv and latent; slots and pages with their sinks."""
+    kda = config.linear_attn_config
+    H, D = kda.num_heads, kda.head_dim
+    layers, window = len(config.kda_layer_ids), kda.short_conv_kernel_size - 1
+    return (
+        ((layers, slots, H, D, D), at_least_float32(dtype)),
+        ((layers, slots, window, 3 * H * D), dtype),
+        ((len(config.mla_layer_ids), pages, page, config.latent_width), dtype),
+    )
+
+
+def check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    """ValueError unless `values` is a one-axis integer tensor within low .. high-1."""
+    check_integers(name, values)
     if values.numel() and not (low <= int(values.min()) and int(values.max()) < high):
         raise ValueError(
             f"{name} must lie in {low}..{high - 1}, got {int(values.min())}..{int(values.max())}"
@@ -175,15 +183,6 @@ def allocate_state(
 
     dtype: the model's activation dtype.
     """
-    kda = config.linear_attn_config
-    H, D = kda.num_heads, kda.head_dim
-    layers, slots = len(config.kda_layer_ids), num_slots + 1
-    recurrent_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    form = state_form(config, num_slots + 1, num_pages + 1, page, dtype)
     with torch.inference_mode(False):  # tensors that may be written in any mode later
-        return ModelState(
-            torch.zeros(layers, slots, H, D, D, dtype=recurrent_dtype),
-            torch.zeros(layers, slots, kda.short_conv_kernel_size - 1, 3 * H * D, dtype=dtype),
-            torch.zeros(
-                len(config.mla_layer_ids), num_pages + 1, page, config.latent_width, dtype=dtype
-            ),
-        )
+        return ModelState(*(torch.zeros(shape, dtype=wanted) for shape, wanted in form))

@@ -41,6 +41,12 @@ def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
     sys.exit(code)
 
 
+def check_seed(seed: int) -> None:
+    """UserError unless a seed is one that every generator takes."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed must be 0..{2**63 - 1}, got {seed}")
+
+
 def set_threads(threads: int | None) -> None:
     """Use this many torch threads; None leaves torch's own choice. UserError if it cannot be."""
     if threads is not None:

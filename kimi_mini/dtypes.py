@@ -18,7 +18,7 @@ DTYPES = MappingProxyType(
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A dtype by its name, or itself. Raises ValueError for one that no model may have."""
-    found = DTYPES.get(dtype, dtype)
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ValueError(f"dtype is {dtype!r}, allowed: {', '.join(DTYPES)}")
     return found

@@ -17,9 +17,6 @@ def refuse_oversize(what: str, needed: int) -> None:
     """ValueError if `needed` bytes are more than this machine has; `what` begins the sentence."""
     memory = memory_bytes()
     if memory is not None and needed > memory:
-        raise ValueError(f"{what} would take {gigabytes(needed)}; there are {gigabytes(memory)}")
-
-
-def gigabytes(count: int) -> str:
-    """Bytes in whole gigabytes, in words; exact integers, so that no size is too large to say."""
-    return f"{-(-count // 10**9):,} GB"
+        # whole numbers, so that no size is too large to say; rounded away from each other
+        up, down = -(-needed // 10**9), memory // 10**9
+        raise ValueError(f"{what} would take {up:,} GB; there are {down:,} GB")

@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
-from kimi_mini.batch import ForwardBatch, ModelState, Step, prepare_step, stateless_step
+from kernels.packing import check_integers
+from kimi_mini.batch import (
+    ForwardBatch,
+    ModelState,
+    Step,
+    check_range,
+    prepare_step,
+    stateless_step,
+)
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import torch_dtype
 from kimi_mini.layers.attn_res import AttnResidual, PlainResidual, ResidualStream, start_stream
@@ -118,7 +126,7 @@ class KimiForCausalLM(nn.Module):
     """Kimi K3 in miniature.
 
     A model made by the constructor is unfilled (every parameter NaN): use `from_config` for seeded
-    random weights or `from_pretrained` for a checkpoint. dtype: float32, bfloat16, float64, or its
+    random weights or `from_pretrained` for a checkpoint. dtype: one of `dtypes.DTYPES` or its
     name; backend and kernel_chunk choose the KDA kernels (`KDAKernelDispatcher`).
     Raises ValueError for a model that this machine cannot hold.
     """
@@ -188,18 +196,13 @@ class KimiForCausalLM(nn.Module):
         Every row is a sequence of its own, from zeros; no state is read or kept. Differentiable.
         Raises ValueError for ids outside the vocabulary or another number of axes.
         """
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, T], got shape {[*input_ids.shape]}")
-        vocab = self.config.vocab_size
-        if input_ids.numel() and not (0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab):
-            raise ValueError(
-                f"input_ids must lie in 0..{vocab - 1}, got "
-                f"{int(input_ids.min())}..{int(input_ids.max())}"
-            )
+        check_integers("input_ids", input_ids, axes=2)
+        ids = input_ids.flatten()
+        check_range("input_ids", ids, 0, self.config.vocab_size)
         B, T = input_ids.shape
         step = stateless_step(B, T, self.dispatcher)
-        hidden = self.model(input_ids.flatten(), step, [None] * self.config.num_hidden_layers)
-        return self.logits(hidden).view(B, T, vocab)
+        hidden = self.model(ids.long(), step, [None] * self.config.num_hidden_layers)
+        return self.logits(hidden).view(B, T, self.config.vocab_size)
 
     @torch.inference_mode()
     def forward_batch(self, batch: ForwardBatch, state: ModelState) -> Tensor:

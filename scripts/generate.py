@@ -17,7 +17,7 @@ import json
 from collections.abc import Sequence
 
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, run, set_threads
+from kimi_mini.cli import UserError, check_seed, run, set_threads
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.open_model import OpenModel, open_model
 from kimi_mini.serving.single import Run
@@ -34,10 +34,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="mini", help="a preset or a checkpoint folder (default: mini)")
     add("--prompt", help="text, encoded as bytes")
     add("--prompt-ids", help="token ids instead of text: 1,2,3 or a JSON list")
-    add("--max-tokens", type=int, default=64)
+    add("--max-tokens", type=int, default=64, help="at most so many (default: 64)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--seed", type=int, default=0, help="of the random weights and of sampling")
-    add("--dtype", choices=("auto", *DTYPES), default="float32")
+    add("--dtype", choices=("auto", *DTYPES), default="float32", help="auto: as the config says")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
     add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
     add("--json", action="store_true", help="one JSON object instead of text")
@@ -64,8 +64,7 @@ def prompt_ids(args: argparse.Namespace, opened: OpenModel) -> list[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     set_threads(args.threads)
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed must be 0..{2**63 - 1}, got {args.seed}")
+    check_seed(args.seed)
     opened = open_model(args.model, args.dtype, args.seed, args.backend)
     request = Run(
         opened.model,
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,
-        vocabulary=opened.vocabulary,
+        sample_below=opened.sample_below,
     )
     stream = ByteStream()
     if not args.json:
@@ -98,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def closing_line(request: Run) -> str:
     size = request.state_bytes()
     return (
-        f"prefill {len(request.prompt_ids)} tokens, {request.prefill_rate:,.0f} tokens/s · "
-        f"decode {len(request.output_ids)} tokens, {request.decode_rate:,.0f} tokens/s · "
+        f"prefill {request.prefilled} tokens, {request.prefill_rate:,.0f} tokens/s · "
+        f"decode {request.decoded} tokens, {request.decode_rate:,.0f} tokens/s · "
         f"state: recurrent {size['recurrent']:,} B + conv {size['conv']:,} B (fixed), "
         f"latent {size['latent']:,} B ({size['latent_per_token']:,} B a token)"
     )

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import argparse
 from collections.abc import Sequence
 
-from kimi_mini.cli import run
+from kimi_mini.cli import check_seed, run
 from kimi_mini.config import PRESETS, KimiConfig, preset
 from kimi_mini.dtypes import DTYPES, torch_dtype
 from kimi_mini.machine import refuse_oversize
@@ -28,14 +28,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", metavar="OUT", help="the folder to write: new, empty, or see below")
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder to write: new or empty (or --overwrite)"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--preset", default="mini", help=f"{', '.join(PRESETS)} (default: mini)")
     shape.add_argument("--config", help="a config.json, or the folder that holds one")
     add = parser.add_argument
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the weights (default: 0)")
     add("--dtype", choices=DTYPES, default="float32", help="kinds published as F32 stay so")
-    add("--experts", choices=[form.value for form in Experts], default="plain")
+    add(
+        "--experts",
+        choices=[form.value for form in Experts],
+        default="plain",
+        help="how routed experts are stored",
+    )
     add("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="data bytes in one file")
     add("--overwrite", action="store_true", help="replace the checkpoint that OUT holds")
     return parser.parse_args(argv)
@@ -43,6 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    check_seed(args.seed)
     config = KimiConfig.from_json(args.config) if args.config else preset(args.preset)
     count = parameter_count(config)
     refuse_oversize(f"{count:,} parameters", 4 * count)

@@ -22,13 +22,13 @@ import time
 from collections.abc import Sequence
 
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import run, set_threads
+from kimi_mini.cli import check_seed, run, set_threads
 from kimi_mini.dtypes import torch_dtype
 from kimi_mini.workbench.verify import Check, as_json, table
 from kimi_mini.workbench.verify_kernels import kernel_checks
 from kimi_mini.workbench.verify_stack import layer_checks, model_checks, open_subject
 
-DTYPES = ("float32", "bfloat16", "float64")
+VERIFIED = ("float32", "bfloat16", "float64")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--config", default="nano", help="a preset, a config.json or a checkpoint folder (nano)")
-    add("--dtype", choices=DTYPES, default="float32", help="of operands, layer and model")
+    add("--dtype", choices=VERIFIED, default="float32", help="of operands, layer and model")
     add("--seed", type=int, default=0, help="of operands, cuts and random weights")
     add("--backend", choices=BACKENDS, default="auto", help="KDA kernels under test")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
@@ -59,6 +59,7 @@ def checks_of(args: argparse.Namespace) -> list[Check]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    check_seed(args.seed)
     set_threads(args.threads)
     began = time.perf_counter()
     checks = checks_of(args)

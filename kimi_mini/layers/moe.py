@@ -110,8 +110,9 @@ class Experts(nn.Module):
         # products and sums: torch.bmm with a single column takes several times as long
         chosen = experts.flatten()
         inputs = x.repeat_interleave(experts.shape[1], 0).unsqueeze(1)  # [N*k, 1, L]
-        hidden = self.glu((self.w13[chosen] * inputs).sum(-1))
-        return (self.w2[chosen] * hidden.unsqueeze(1)).sum(-1)
+        dtype = compute_dtype(x)  # of products and sums; rounded once, like a matrix product
+        hidden = self.glu((self.w13[chosen] * inputs.to(dtype)).sum(-1).to(x.dtype))
+        return (self.w2[chosen] * hidden.to(dtype).unsqueeze(1)).sum(-1).to(x.dtype)
 
     def _padded(self, x: Tensor, experts: Tensor) -> Tensor:
         """Some tokens: every expert takes as many places as the fullest one. [N*k, L]."""

@@ -16,14 +16,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 class OpenModel:
     """A model ready to run.
 
-    has_text: tokens are bytes and can be shown as text. vocabulary: ids from here on are not
+    has_text: tokens are bytes and can be shown as text. sample_below: ids from here on are not
     sampled (random weights would otherwise mostly pick ids that stand for no byte).
     notes: lines a person may want to read.
     """
 
     model: KimiForCausalLM
     has_text: bool
-    vocabulary: int | None
+    sample_below: int | None
     notes: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:

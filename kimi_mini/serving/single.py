@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.packing import integers
 from kimi_mini.batch import ForwardBatch, ModelState, allocate_state
 from kimi_mini.machine import refuse_oversize
 from kimi_mini.model import KimiForCausalLM
@@ -34,8 +35,8 @@ class FinishReason(StrEnum):
 class Run:
     """One request, and what became of it.
 
-    vocabulary: ids from here on are never sampled (None: all may be). prefill_chunk: prompt tokens
-    of one step. Raises ValueError for an empty prompt, ids outside the model's vocabulary, a
+    sample_below: ids from here on are never sampled (None: all may be). prefill_chunk: prompt
+    tokens of one step. Raises ValueError for an empty prompt, ids outside the model's vocabulary, a
     negative max_tokens, a bad temperature, a prompt beyond the model's context, or more latent rows
     than this machine can hold.
     """
@@ -45,7 +46,7 @@ class Run:
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
-    vocabulary: int | None = None
+    sample_below: int | None = None
     prefill_chunk: int = 512
     output_ids: list[int] = field(default_factory=list)
     computed: int = 0  # tokens that are in the state
@@ -57,6 +58,7 @@ class Run:
         config = self.model.config
         if not self.prompt_ids:
             raise ValueError("the prompt is empty: give at least one token")
+        self.prompt_ids = integers("prompt_ids", self.prompt_ids)
         wrong = [i for i in self.prompt_ids if not 0 <= i < config.vocab_size]
         if wrong:
             raise ValueError(
@@ -86,9 +88,11 @@ class Run:
         """Run, yielding each sampled token as it comes; an end-of-sequence token ends the run and
         is kept in output_ids but not yielded. Prompt and output together stay within the context.
         """
+        if self.computed or self.finish_reason is not None:
+            raise ValueError("a run runs once: make a new one")
         generator = torch.Generator().manual_seed(self.seed)
-        self.finish_reason = FinishReason.LENGTH
         if self.room == 0:
+            self.finish_reason = FinishReason.LENGTH
             return
         started = time.perf_counter()
         known = list(self.prompt_ids)
@@ -113,6 +117,7 @@ class Run:
             yield token
             started = time.perf_counter()  # the consumer's time is not ours
             if len(self.output_ids) == self.room:
+                self.finish_reason = FinishReason.LENGTH
                 return
 
     def _step(self, piece: list[int], context: int, wanted: bool) -> Tensor:
@@ -130,20 +135,30 @@ class Run:
         return self.model.forward_batch(batch, self.state)
 
     def _masked(self, logits: Tensor) -> Tensor:
-        if self.vocabulary is None:
+        if self.sample_below is None:
             return logits
-        beyond = torch.arange(len(logits)) >= self.vocabulary
+        beyond = torch.arange(len(logits)) >= self.sample_below
         return logits.masked_fill(beyond, float("-inf"))
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens that are in the state."""
+        return min(self.computed, len(self.prompt_ids))
+
+    @property
+    def decoded(self) -> int:
+        """Tokens sampled after the first, which comes from prefill."""
+        return max(0, len(self.output_ids) - 1)
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second, the first sampled token included in the time."""
-        return _rate(min(self.computed, len(self.prompt_ids)), self.prefill_seconds)
+        return _rate(self.prefilled, self.prefill_seconds)
 
     @property
     def decode_rate(self) -> float:
         """Tokens after the first, a second."""
-        return _rate(max(0, len(self.output_ids) - 1), self.decode_seconds)
+        return _rate(self.decoded, self.decode_seconds)
 
     def report(self) -> dict[str, Any]:
         """All there is to say of the run, as plain values."""

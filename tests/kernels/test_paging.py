@@ -65,7 +65,7 @@ def test_a_token_is_written_to_its_own_place_or_nowhere(out_rows, message):
     """A row of 3 tokens after 1, a skipped row, a decode row; pages of 2."""
     table = torch.tensor([[2, 1], [-1, -1], [2, -1]])
     step = build_attention_metadata(
-        [0, 3, 4, 5], [1, 0, 0], table, page=2, pages=3, skipped=[False, True, False]
+        [0, 3, 4, 5], [1, 0, 0], table, page=2, pages=3, slots=[1, -1, 2]
     )
     build_destinations(torch.tensor([5, 2, 3, -1, 4]), step, page=2)
     with pytest.raises(ValueError, match=message):
@@ -102,10 +102,10 @@ def test_rows_are_shared_out_by_their_own_length():
     ("query_start", "context", "table", "message"),
     [
         ([0, 2], [3], [[1]], r"row 0 has 5 latent rows and needs 2 pages of 4"),
-        ([0, 2], [3], [[1, -1]], r"names \[1, -1\], the pool has pages 0..8"),
+        ([0, 2], [3], [[1, -1]], r"names \[1, -1\], allowed: 0..8"),
         ([0, 2], [3], [[1, 9]], r"names \[1, 9\]"),
         ([0, 1, 2], [3, 0], [[1, 2]], r"page_table must be \[2, P\]"),
-        ([0, 1], [0], [1], r"page_table must be \[1, P\]"),
+        ([0, 1], [0], [1], "page_table must be integers along 2 axes"),
         ([0, 1], [-1], [[1]], "none negative"),
         ([0, 1], [], [[1]], "must be 1 lengths"),
         ([], [], [[1]], "query_start must begin with 0"),

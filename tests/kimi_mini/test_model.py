@@ -349,7 +349,7 @@ def test_state_carries_no_graph_and_may_be_written_in_any_mode():
         (dict(token_ids=torch.tensor([5, -1])), "token_ids must lie in 0..319"),
         (dict(slots=torch.tensor([4])), "slot 4; slots are 1..3"),
         (dict(context_len=torch.tensor([-1])), "context_len must not be negative"),
-        (dict(page_table=torch.tensor([[7]])), "pages 0..6"),
+        (dict(page_table=torch.tensor([[7]])), "names \\[7\\], allowed: 1..6"),
         (dict(page_table=torch.tensor([[-1]])), "names \\[-1\\]"),
         (dict(context_len=torch.tensor([7])), "needs 3 pages of 4"),
         (dict(out_rows=torch.tensor([4, 28])), "out_rows must lie in -1..27"),
@@ -358,9 +358,14 @@ def test_state_carries_no_graph_and_may_be_written_in_any_mode():
         (dict(out_rows=torch.tensor([16, 17])), "token 0 to latent row 16; .* gives it row 12"),
         (dict(slots=torch.tensor([-1])), "token 0 to latent row 12; it belongs to no running row"),
         (dict(token_ids=torch.tensor([5.0, 6.0])), "token_ids must be integers"),
+        (dict(token_ids=torch.tensor([True, True])), "token_ids must be integers"),
+        (dict(token_ids=torch.tensor(5)), "token_ids must be integers along 1 axis"),
+        (dict(slots=[1]), "slots must be a tensor, got list"),
+        (dict(exports=torch.tensor(3)), "exports must be integers along 2 axes"),
+        (dict(page_table=torch.tensor([[0]]), out_rows=torch.tensor([0, 1])), "allowed: 1..6"),
         (dict(slots=torch.tensor([1.0])), "slots must be integers"),
-        (dict(page_table=torch.tensor([[3.0]])), "page_table must hold integers"),
-        (dict(exports=torch.tensor([0, 2, 3])), "exports are \\[E, 3\\]"),
+        (dict(page_table=torch.tensor([[3.0]])), "page_table must be integers along 2 axes"),
+        (dict(exports=torch.tensor([0, 2, 3])), "exports must be integers along 2 axes"),
         (
             dict(exports=torch.tensor([[0, 2, 3]]), slots=torch.tensor([0])),
             "row 0, which is padding",
@@ -381,9 +386,44 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_state_untouched(changes, 
     assert all(part.isnan().all() for part in state)
 
 
+@pytest.mark.parametrize("table, message", [([[3], [3]], "latent row 12"), ([[0], [0]], "1..6")])
+def test_two_tokens_never_go_to_the_same_latent_row(table, message):
+    """Sharing pages for reading is legal, writing to one place twice is not."""
+    net = model(dtype=torch.float32)
+    state = poisoned_state(net, slots=3, pages=6, page=4)
+    page = table[0][0]
+    batch = ForwardBatch(
+        token_ids=ids(4),
+        query_start=torch.tensor([0, 2, 4]),
+        context_len=torch.tensor([0, 0]),
+        slots=torch.tensor([1, 2]),
+        page_table=torch.tensor(table),
+        out_rows=torch.tensor([0, 1, 0, 1]) + 4 * page,
+    )
+    with pytest.raises(ValueError, match=message):
+        net.forward_batch(batch, state)
+    assert all(part.isnan().all() for part in state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
+def test_any_integer_type_will_do(dtype):
+    net = model()
+    text = ids(20, vocab=250)
+    state = poisoned_state(net, slots=2, pages=6, page=4)
+    sequence = Sequence(net, state, 2, torch.tensor([5, 2, 1, 3, 6]))
+    fields = vars(batch_of(sequence, text))
+    batch = ForwardBatch(**{k: v if v is None else v.to(dtype) for k, v in fields.items()})
+    got = net.forward_batch(batch, state)[0]
+    assert relative(got, net(text[None].to(dtype))[0, -1]) < FLOAT64
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
+        (lambda s: s._replace(latent=s.latent[:, :, :0]), "state.latent must be"),
+        (lambda s: s._replace(recurrent=s.recurrent[:, :0]), "state.recurrent must be"),
+        (lambda s: s._replace(recurrent=s.recurrent[0, 0, 0, 0]), "state.recurrent must be"),
+        (lambda s: s._replace(recurrent=s.recurrent[:, :1].expand(-1, 4, -1, -1, -1)), "own"),
         (lambda s: s._replace(latent=s.latent[..., :30]), "state.latent must be"),
         (lambda s: s._replace(conv=s.conv[:, :3]), "state.conv must be"),
         (lambda s: s._replace(recurrent=s.recurrent[:2]), "state.recurrent must be"),

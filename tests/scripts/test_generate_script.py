@@ -26,7 +26,7 @@ def test_without_arguments_it_streams_text_and_closes_with_the_figures(tmp_path)
     *text, last = done.stdout.strip().split("\n")
     assert len("\n".join(text)) > 20
     assert last.startswith("prefill 55 tokens, ")
-    assert "decode 64 tokens, " in last
+    assert "decode 63 tokens, " in last
     assert (
         "recurrent 884,736 B + conv 124,416 B (fixed), latent 120,832 B (1,024 B a token)" in last
     )

@@ -80,6 +80,7 @@ def test_prompt_and_output_stay_within_the_context(nano, prompt, asked, given):
         (dict(prompt_ids=[]), "prompt is empty"),
         (dict(prompt_ids=[5, 320]), "token id 320 is not in this model's vocabulary, 0..319"),
         (dict(prompt_ids=[-1]), "token id -1"),
+        (dict(prompt_ids=[1.5, 2]), "prompt_ids must be integers"),
         (dict(prompt_ids=[5] * 5000), "5000 tokens; this model's context is 1024"),
         (dict(max_tokens=-1), "max_tokens must not be negative"),
         (dict(prefill_chunk=0), "prefill_chunk must be at least 1"),
@@ -95,6 +96,14 @@ def test_impossible_requests_are_refused_at_the_door(nano, changes, message):
         Run(nano, **{"prompt_ids": [5], **changes})
 
 
+def test_a_run_runs_once_and_one_given_up_has_no_end(nano):
+    run = Run(nano, [5], max_tokens=3)
+    next(run.tokens())
+    assert run.finish_reason is None
+    with pytest.raises(ValueError, match="runs once"):
+        next(run.tokens())
+
+
 def test_prompt_zero_is_a_token_and_seed_zero_a_seed(nano):
     """BR-54."""
     assert len(list(Run(nano, [0], max_tokens=3).tokens())) == 3
@@ -106,7 +115,7 @@ def test_prompt_zero_is_a_token_and_seed_zero_a_seed(nano):
 
 
 def test_ids_beyond_the_vocabulary_in_use_are_never_sampled(nano):
-    run = Run(nano, [5], max_tokens=200, temperature=5.0, vocabulary=100)
+    run = Run(nano, [5], max_tokens=200, temperature=5.0, sample_below=100)
     assert max(run.tokens()) < 100
 
 
