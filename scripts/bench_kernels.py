@@ -33,8 +33,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--V", type=int, nargs="+", help="value widths (each K with V = K)")
     add("--T", type=int, nargs="+", default=[2048, 32768], help="tokens (2048 32768)")
     add("--threads", type=int, nargs="+", default=[1], help="torch threads (1)")
-    add("--heads", type=int, default=8)
-    add("--kernel-chunk", type=int, default=16)
+    add("--heads", type=int, default=8, help="heads of the layer (8)")
+    add("--kernel-chunk", type=int, default=16, help="tokens of a chunk (16)")
     add("--repeats", type=int, default=5, help="of every figure (5)")
     add("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args(argv)
@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(title, [scan_row(f) for f in scans])
     print(f"\nloop: timed on {bench.LOOP_TOKENS} tokens where T is more")
     print("product: as many FLOPs as the chunk form, 4C(K+V) + 6KV per token and head")
+    print("target: scaled by this machine's product, see --help; ! where it is missed")
     show("other kernels, tokens/s", [other_row(f) for f in others])
     return 0
 

@@ -85,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("the recurrence in float64" + (" (layer, model: root mean square)" * half) + "\n")
         print(table(checks))
         verdict = f"{exceeded} exceed (!)" if exceeded else "all within what is allowed"
-        print(f"\n{len(checks)} checks, {verdict}, {seconds:.1f} s")
+        print(
+            "\nallowed: of outputs / of states and exports; cuts: rows of a scan cut at chunks, 0"
+        )
+        print(f"{len(checks)} figures, {verdict}, {seconds:.1f} s")
     return 1 if exceeded else 0
 
 
