@@ -1,6 +1,7 @@
 """Seeded random weights under which the model's state and routing mean something.
 
-    matrices        N(0, initializer_range); embedding and head N(0, 2 / sqrt(hidden_size))
+    matrices        N(0, initializer_range); those that write into the residual stream that times
+                    2 / sqrt(num_hidden_layers); embedding and head N(0, 2 / sqrt(hidden_size))
     AttnRes proj    N(0, 1 / sqrt(hidden_size)), so that sources are mixed unevenly
     norms           1
     convolution     U(-1, 1) / sqrt(width of the window)
@@ -9,6 +10,9 @@
                     1 % of the state over 64 tokens; with dt_bias = 0 none would, and every test
                     of a cached state would pass without one (architecture 1.3)
     router bias     N(0, initializer_range): not zero, so that leaving it out changes choices
+
+The narrower writers keep a deep random model from being chaotic: without them every layer made a
+rounding error a third larger, and bf16 cost 5 % of the logits in 21 layers; now 2.5 %.
 
 The wider embedding and head are for the logits: with initializer_range a small model's logits have
 standard deviation 0.3, so flat that greedy decoding says little; here it is about 2.
@@ -84,7 +88,18 @@ def _draw(entry: TensorEntry, config: KimiConfig, seed: int) -> np.ndarray:
             dt = np.maximum(np.exp(low + (high - low) * bits.uniform(count)), DT_FLOOR)
             return dt + np.log(-np.expm1(-dt))
         case _:
-            return bits.normal(count) * config.initializer_range
+            std = config.initializer_range
+            if _writes_to_stream(entry, config):
+                std *= 2 / math.sqrt(config.num_hidden_layers)
+            return bits.normal(count) * std
+
+
+def _writes_to_stream(entry: TensorEntry, config: KimiConfig) -> bool:
+    """Whether the tensor is the last matrix of a sublayer."""
+    writers = ["o_proj.weight", ".down_proj.weight", "routed_expert_up_proj.weight"]
+    if config.routed_expert_hidden_size is None:
+        writers.append(".w2.weight")
+    return entry.name.endswith(tuple(writers))
 
 
 class _Bits:
