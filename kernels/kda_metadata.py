@@ -57,7 +57,7 @@ def build_metadata(
     tokens when the batch is padded beyond query_start[-1] (their outputs are zeros).
     extend_only: send rows of one token through the prefill kernel too, not the decode kernel.
     Raises ValueError naming what is wrong: a slot out of range or used twice, a negative context,
-    an export out of place or of a row that is skipped.
+    an export out of place or of a padding row.
     """
     starts = integers("query_start", query_start)
     slots, context_len = integers("slots", slots), integers("context_len", context_len)

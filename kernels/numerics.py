@@ -17,7 +17,7 @@ _SMALLEST_LOGIT = {torch.float32: -87.0, torch.float64: -700.0}
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of internal arithmetic: float64 for float64 input, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Experts(nn.Module):
         """Weighted sum over the chosen experts: x [N, L] → [N, L] in float32 (float64)."""
         N, k = routing.experts.shape
         E = self.w13.shape[0]
-        if 3 * N * k < E:
+        if 3 * N * k < E:  # a fetched matrix crosses the bus three times, a padded one once
             out = self._gathered(x, routing.experts)
         elif N <= PADDED_TOKENS:
             out = self._padded(x, routing.experts)

@@ -48,11 +48,13 @@ class Run:
     seed: int = 0
     sample_below: int | None = None
     prefill_chunk: int = 512
-    output_ids: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens that are in the state
-    finish_reason: FinishReason | None = None
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    output_ids: list[int] = field(default_factory=list, init=False)
+    computed: int = field(default=0, init=False)  # tokens that are in the state
+    room: int = field(init=False)  # tokens that may be sampled
+    state: ModelState = field(init=False, repr=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    prefill_seconds: float = field(default=0.0, init=False)
+    decode_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
@@ -75,7 +77,7 @@ class Run:
                 f"{config.max_position_embeddings} (max_position_embeddings)"
             )
         left = config.max_position_embeddings - len(self.prompt_ids)
-        self.room = min(self.max_tokens, left)  # tokens that may be sampled
+        self.room = min(self.max_tokens, left)
         self.state = self._allocate(-(-(len(self.prompt_ids) + self.room) // PAGE))
 
     def _allocate(self, pages: int) -> ModelState:

@@ -1,7 +1,8 @@
 """Seeded random weights under which the model's state and routing mean something.
 
     matrices        N(0, initializer_range); those that write into the residual stream that times
-                    2 / sqrt(num_hidden_layers); embedding and head N(0, 2 / sqrt(hidden_size))
+                    min(1, 2 / sqrt(num_hidden_layers))
+    vocabulary      embedding and head N(0, 2 / sqrt(hidden_size))
     AttnRes proj    N(0, 1 / sqrt(hidden_size)), so that sources are mixed unevenly
     norms           1
     convolution     U(-1, 1) / sqrt(width of the window)
@@ -90,7 +91,7 @@ def _draw(entry: TensorEntry, config: KimiConfig, seed: int) -> np.ndarray:
         case _:
             std = config.initializer_range
             if _writes_to_stream(entry, config):
-                std *= 2 / math.sqrt(config.num_hidden_layers)
+                std *= min(1, 2 / math.sqrt(config.num_hidden_layers))
             return bits.normal(count) * std
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
+from kernels.numerics import compute_dtype
 from kernels.paging import AttentionMetadata
 from kimi_mini.batch import ForwardBatch, Step, allocate_state
 from kimi_mini.config import PRESETS, ConfigError, KimiConfig, preset
@@ -159,9 +160,8 @@ def run_layer(
     H, D = layer.heads
     window = layer.conv_weight.shape[1] - 1
     slots, dispatcher = 2 * len(lengths), KDAKernelDispatcher(backend)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = KDAState(
-        torch.full((slots + 1, H, D, D), math.nan, dtype=wide),
+        torch.full((slots + 1, H, D, D), math.nan, dtype=compute_dtype(x)),
         torch.full((slots + 1, window, 3 * H * D), math.nan, dtype=x.dtype),
     )
 
