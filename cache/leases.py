@@ -1,0 +1,150 @@
+"""What passes between the engine and a cache: requests, leases, plans, waits.
+
+Boundaries are absolute counts of consumed tokens. A list per group stands for attention groups in
+`pages` and for state groups in `slots`; the real model has one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """One sequence that wants storage; `n` samples of a prompt are n of these.
+
+    name           for messages
+    ids            the known tokens: the prompt; after a preemption, what was sampled too
+    salt           separates key spaces (tenants); part of the identity
+    skip_read      compute everything, publish as usual
+    must_fit       first storage only if all known tokens would fit at once
+    checkpoint_at  boundaries that the caller will want to resume from
+    key_cap        look up at most so many tokens (prompt logprobs need the rest computed)
+    """
+
+    name: str
+    ids: Sequence[int]
+    salt: str | None = None
+    skip_read: bool = False
+    must_fit: bool = False
+    checkpoint_at: tuple[int, ...] = ()
+    key_cap: int | None = None
+
+
+class Lower(StrEnum):
+    """Why the joint boundary of a hit is not higher (decision 32)."""
+
+    NO_REUSE = "no reuse"  # this cache keeps nothing, or the request may not read
+    UNKNOWN = "unknown prefix"
+    CAP = "cap"  # at N-1: one token must run to give logits
+    GRID = "grid"
+    NO_CHECKPOINT = "no checkpoint"
+    EVICTED = "evicted"
+
+
+class Hit(NamedTuple):
+    """What a look-up found: `joint`, where every kind of state exists; `token_hit`, how far latent
+    rows alone reach; `junction`, a boundary worth a checkpoint; why it is not more."""
+
+    joint: int = 0
+    token_hit: int = 0
+    junction: int | None = None
+    lower: Lower = Lower.UNKNOWN
+
+
+class CopyKind(StrEnum):
+    """What a copy moves, and how it initialises its destination (I-07). Starting from zeros is no
+    copy: a row at boundary 0 starts from zeros whatever its slot contains."""
+
+    STATE = "state"  # slot → slot: copy-on-write of a checkpoint, a move of the running state
+    PAGE = "page"  # page → page: copy-on-write of a shared tail
+
+
+class Copy(NamedTuple):
+    """One index to another in the pool of a group, all layers."""
+
+    kind: CopyKind
+    group: int
+    source: int
+    destination: int
+
+
+class ExportTo(NamedTuple):
+    """Also keep the state after `offset` tokens of the plan, in these slots (one a state group)."""
+
+    offset: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What one lease does in this step: consume tokens[start:end].
+
+    copies run first, in order. pages[g] and slots[g] are where the row lives during this step;
+    pages is the lease's own list, to be read before the commit. start is the boundary of the state
+    in the slots: 0 means start from zeros (I-06).
+    """
+
+    lease: Lease
+    start: int
+    end: int
+    pages: tuple[Sequence[int], ...]
+    slots: tuple[int, ...]
+    copies: tuple[Copy, ...] = ()
+    exports: tuple[ExportTo, ...] = ()
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids to run, [end - start]."""
+        return self.lease.tokens[self.start : self.end]
+
+
+class Phase(StrEnum):
+    ADMITTED = "admitted"  # looked up; holds no storage of its own, at most pins
+    HOLDING = "holding"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Lease:
+    """A request's hold on storage. The cache changes it, the engine reads it.
+
+    tokens are the known ids, the first `computed` of which are in the state and in the pages.
+    plan is the plan in flight, between `plan` and `commit` or `cancel`.
+    """
+
+    request: CacheRequest
+    hit: Hit
+    pages: tuple[list[int], ...]
+    slots: list[int]  # 0: none held
+    computed: int = 0
+    phase: Phase = Phase.ADMITTED
+    plan: StepPlan | None = None
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.ids)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not yet in the state."""
+        return len(self.tokens) - self.computed
+
+
+class WaitReason(StrEnum):
+    PAGES = "pages"
+    SLOTS = "slots"
+    SAME_STEP = "same step"  # what was hit is being written in this very step
+    LOADING = "loading"  # what was hit is on its way from a slower tier
+    CHUNK = "chunk"  # the piece was clipped to nothing; a larger budget would do
+
+
+class Wait(NamedTuple):
+    """Not now, and what would end it (decision 29): `needed` units, of which `free` are there."""
+
+    reason: WaitReason
+    needed: int = 0
+    free: int = 0

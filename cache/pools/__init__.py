@@ -1,0 +1,1 @@
+"""Storage: who owns which index, and the memory behind it."""

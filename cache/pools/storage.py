@@ -1,0 +1,96 @@
+"""All pools of one cache, and how large they are.
+
+A model has groups: layers that share a table. The real one has one attention group (latent rows in
+pages) and one state group (recurrent and conv state in slots); more run without tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cache.pools.pool import Pool
+
+WEIGHTLESS = 4096  # indices of a kind that the model has no layers of: they cost nothing
+
+
+class Sizes(NamedTuple):
+    """What one index of each kind is worth."""
+
+    page: int  # latent rows a page
+    row_bytes: int  # one token's latent rows, all MLA layers
+    slot_bytes: int  # one boundary's recurrent and conv state, all KDA layers
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """pages: one pool for each attention group, with page_tokens[g] rows a page; states: one for
+    each state group."""
+
+    pages: tuple[Pool, ...]
+    page_tokens: tuple[int, ...]
+    states: tuple[Pool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.pages) != len(self.page_tokens) or any(p < 1 for p in self.page_tokens):
+            raise ValueError(
+                f"each of the {len(self.pages)} attention groups needs a page of at least one "
+                f"token, got {self.page_tokens}"
+            )
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter((*self.pages, *self.states))
+
+    def pages_for(self, tokens: int) -> tuple[int, ...]:
+        """Pages that hold the rows of so many tokens, for each attention group."""
+        return tuple(-(-tokens // page) for page in self.page_tokens)
+
+
+def one_of_each(
+    sizes: Sizes,
+    num_slots: int,
+    num_pages: int,
+    *,
+    latent: Tensor | None = None,
+    states: Sequence[Tensor] = (),
+    poison: bool = False,
+) -> Storage:
+    """The storage of a model with one attention and one state group, on tensors or without."""
+    rows = () if latent is None else (latent,)
+    return Storage(
+        (Pool(num_pages, "page", sizes.page_bytes, rows, poison=poison),),
+        (sizes.page,),
+        (Pool(num_slots, "slot", sizes.slot_bytes, states, poison=poison),),
+    )
+
+
+def counts_within(
+    budget: int, sizes: Sizes, num_slots: int | None = None, num_pages: int | None = None
+) -> tuple[int, int]:
+    """(slots, pages) that take at most `budget` bytes, their sinks included.
+
+    A number that is given stays; the other kind gets what is left. With neither, half of the bytes
+    go to each kind, and what slots cannot use goes to pages: at break-even (slot_bytes / row_bytes
+    tokens a request) the two kinds fill up together. Raises ValueError if not one of each fits.
+    """
+    slot, page = sizes.slot_bytes, sizes.page_bytes
+    if num_slots is None and num_pages is None:
+        num_slots = max(1, budget // 2 // slot - 1) if slot else WEIGHTLESS
+    if num_slots is None:
+        num_slots = (budget - (num_pages + 1) * page) // slot - 1 if slot else WEIGHTLESS
+    if num_pages is None:
+        num_pages = (budget - (num_slots + 1) * slot) // page - 1 if page else WEIGHTLESS
+    if num_slots < 1 or num_pages < 1 or (num_slots + 1) * slot + (num_pages + 1) * page > budget:
+        raise ValueError(
+            f"{budget:,} bytes of cache do not hold one state slot of {slot:,} bytes and one page "
+            f"of {page:,} bytes with their sinks and what else was asked for; the least is "
+            f"{2 * (slot + page):,}"
+        )
+    return num_slots, num_pages

@@ -1,0 +1,283 @@
+"""StateCache: the one contract between whoever runs steps and whoever remembers state.
+
+The engine, the golden replay and the simulator use this and nothing else; managers (plain, radix,
+blocks) fill in the hooks at the end. One step:
+
+    begin_step()
+      lookup(request)  → Hit            changes nothing but statistics
+      admit(request)   → Lease | Wait   looks up and pins; a lease of a miss holds no storage yet
+      plan(lease, ..)  → StepPlan | Wait   takes the storage of one piece, all of it or none
+      cancel(plan)                      its tokens will not run: what the plan took is given back
+      ...                               run the plans' copies, then the model
+      commit(lease, ..) → copies        the tokens have run; run the returned copies at once
+    end_step()                          keys registered in the step become live
+
+    finish / abort / preempt (lease)    give everything back; in or between steps
+    clear, stats, audit                 between steps
+
+Safe to use: a plan until its commit or cancel; a lease until it ends; nothing of a step after
+end_step but leases. What is handed out may be written by its holder alone, the rest is read-only.
+
+How it fails. Not now is a value, `Wait`, and changes nothing: a lease whose first plan waits holds
+nothing, and its next plan looks up again. Never is `refusal`, asked before a request enters. Misuse
+(a plan without a step, a second plan in flight, an ended lease) raises ContractError, before
+anything is changed: a fault of the caller's program. Exhaustion never raises (decision 28).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cache.audit import AuditError, audit_leases
+from cache.leases import CacheRequest, Copy, Hit, Lease, Phase, StepPlan, Wait, WaitReason
+from cache.pools.allocator import PRIVATE, Ownership
+from cache.pools.pool import Pool
+from cache.pools.storage import Storage
+
+
+class ContractError(RuntimeError):
+    """A call out of order. Nothing has been changed by it."""
+
+
+class PoolStats(NamedTuple):
+    """Indices of one pool by ownership; bytes are unit_bytes each, sinks not counted."""
+
+    unit: str
+    unit_bytes: int
+    size: int
+    free: int
+    active: int
+    tracked: int
+    inflight: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Occupancy now, and counts since the cache was made.
+
+    leases: live ones. lookups and hit tokens count admissions only. computed_tokens: tokens of
+    committed plans. waits: answers of that kind, by reason.
+    """
+
+    pools: tuple[PoolStats, ...]
+    leases: int
+    steps: int
+    lookups: int
+    joint_hit_tokens: int
+    token_hit_tokens: int
+    computed_tokens: int
+    finished: int
+    aborted: int
+    preempted: int
+    waits: Mapping[WaitReason, int]
+
+
+class StateCache(ABC):
+    """The contract. Public methods check the order of calls and keep the books that all managers
+    share; a manager's own work is in the hooks with a leading underscore.
+
+    export_alignment: the KDA backend's (decision 7); exports of plans fall on its multiples.
+    """
+
+    def __init__(self, storage: Storage, *, export_alignment: int = 1) -> None:
+        if export_alignment < 1:
+            raise ValueError(f"export_alignment must be at least 1, got {export_alignment}")
+        self.storage = storage
+        self.export_alignment = export_alignment
+        self._leases: dict[Lease, None] = {}  # live ones, oldest first
+        self._in_step = False
+        self._counts: Counter[str] = Counter()
+        self._waits: Counter[WaitReason] = Counter()
+
+    def begin_step(self) -> None:
+        """Open a step. ContractError if one is open."""
+        self._require(not self._in_step, "begin_step: the step before it has not ended")
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Close the step: its registrations become live, copy sources and late columns are let go.
+        ContractError while a plan is neither committed nor cancelled."""
+        self._require(self._in_step, "end_step: no step is open")
+        flying = [lease.request.name for lease in self._leases if lease.plan]
+        self._require(not flying, f"end_step: plans of {flying} were not committed or cancelled")
+        self._end_step()
+        self._in_step = False
+        self._counts["steps"] += 1
+
+    def lookup(self, request: CacheRequest) -> Hit:
+        """What this request would hit if admitted now. No side effect on what is cached."""
+        return self._lookup(request)
+
+    def refusal(self, tokens: int) -> str | None:
+        """Why a sequence that computes `tokens` tokens could never run to its end here, even alone;
+        None if it can."""
+        for pool, pages in zip(self.storage.pages, self.storage.pages_for(tokens), strict=True):
+            if pages > pool.size:
+                return f"{tokens:,} tokens need {pages:,} pages; the pool has {pool.size:,}"
+        return None
+
+    def admit(self, request: CacheRequest) -> Lease | Wait:
+        """Look up and pin what was hit. After a miss the lease holds no storage until its first
+        plan. Changes: pins, recency, statistics. ValueError for a request without tokens."""
+        self._require(self._in_step, f"admit {request.name}: no step is open")
+        if not request.ids:
+            raise ValueError(f"request {request.name} has no tokens")
+        lease = self._admit(request)
+        if isinstance(lease, Wait):
+            return self._counted(lease)
+        self._leases[lease] = None
+        self._count_hit(lease.hit)
+        return lease
+
+    def plan(self, lease: Lease, want: int, max_chunk: int | None = None) -> StepPlan | Wait:
+        """Storage for the next tokens of the lease: at most `want`, at most what is known. The
+        cache may clip further, to where a state is worth keeping.
+
+        max_chunk: the largest piece that any step may take (configured, not what this step has
+        left; decision 26). Changes: the lease's pages and slots, pools, perhaps evictions; on Wait
+        nothing. A lease may have one plan in flight.
+        """
+        self._require(self._in_step, f"plan {lease.request.name}: no step is open")
+        self._require_idle(lease, "plan")
+        if want < 1 or (max_chunk is not None and max_chunk < 1):
+            raise ValueError(f"want and max_chunk must be at least 1, got {want} and {max_chunk}")
+        self._require(lease.remaining > 0, f"plan {lease.request.name}: no token is left to run")
+        plan = self._plan(lease, min(want, lease.remaining), max_chunk)
+        if isinstance(plan, Wait):
+            return self._counted(plan)
+        lease.phase, lease.plan = Phase.HOLDING, plan
+        return plan
+
+    def cancel(self, plan: StepPlan) -> None:
+        """The tokens of this plan do not run: give back what it took. Only for plans whose step has
+        touched no memory; after a step that failed half way, `preempt` the lease too."""
+        lease = plan.lease
+        self._require(lease.plan is plan, f"cancel: {lease.request.name} has no such plan")
+        self._cancel(plan)
+        lease.plan = None
+        if not any(lease.slots) and not any(lease.pages):
+            lease.phase = Phase.ADMITTED
+
+    def commit(self, lease: Lease, computed: int, appended: Sequence[int] = ()) -> tuple[Copy, ...]:
+        """The plan ran: the first `computed` tokens are in the state, and the ids `appended` (a new
+        sample) are known but not in it. Publishes what became publishable.
+
+        Changes the lease's boundary, and perhaps its pages and slots. The returned copies are to be
+        run at once, in order, before the next commit. Raises ContractError without a plan in
+        flight, ValueError for a boundary outside it.
+        """
+        plan = lease.plan
+        self._require(plan is not None, f"commit {lease.request.name}: no plan is in flight")
+        if not plan.start < computed <= plan.end:
+            raise ValueError(
+                f"commit {lease.request.name}: the plan ran tokens {plan.start}..{plan.end}, "
+                f"boundary {computed} is not among {plan.start + 1}..{plan.end}"
+            )
+        self._counts["computed"] += computed - plan.start
+        lease.plan = None
+        lease.computed = computed
+        lease.tokens.extend(appended)
+        return self._commit(lease, plan)
+
+    def finish(self, lease: Lease) -> None:
+        """The request is done: publish what is worth it, give the rest back."""
+        self._end(lease, "finished", publish=True)
+
+    def abort(self, lease: Lease) -> None:
+        """The request is not wanted any more: give back; what was published stays."""
+        self._end(lease, "aborted", publish=False)
+
+    def preempt(self, lease: Lease) -> None:
+        """Give the storage to others. The request comes back as a new one with all tokens known."""
+        self._end(lease, "preempted", publish=False)
+
+    def clear(self) -> None:
+        """Forget everything; all indices of all pools are free. ContractError while leases live."""
+        self._require(not self._in_step, "clear: a step is open")
+        live = [lease.request.name for lease in self._leases]
+        self._require(not live, f"clear: leases of {live} are live")
+        self._clear()
+
+    def stats(self) -> Stats:
+        """A snapshot; later calls do not change it."""
+        count = self._counts
+        return Stats(
+            tuple(_pool_stats(pool) for pool in self.storage),
+            len(self._leases),
+            *(count[name] for name in ("steps", "lookups", "joint", "token_hit", "computed")),
+            *(count[name] for name in ("finished", "aborted", "preempted")),
+            dict(self._waits),
+        )
+
+    def audit(self) -> None:
+        """Check every invariant that applies; AuditError with all that are violated. O(all)."""
+        faults = audit_leases(self.storage, self._leases) + self._audit()
+        if faults:
+            raise AuditError(faults)
+
+    @abstractmethod
+    def _lookup(self, request: CacheRequest) -> Hit: ...
+
+    @abstractmethod
+    def _admit(self, request: CacheRequest) -> Lease | Wait: ...
+
+    @abstractmethod
+    def _plan(self, lease: Lease, want: int, max_chunk: int | None) -> StepPlan | Wait:
+        """want: 1 .. lease.remaining."""
+
+    @abstractmethod
+    def _cancel(self, plan: StepPlan) -> None: ...
+
+    @abstractmethod
+    def _commit(self, lease: Lease, plan: StepPlan) -> tuple[Copy, ...]:
+        """lease.computed and lease.tokens are those after the step already."""
+
+    @abstractmethod
+    def _release(self, lease: Lease, publish: bool) -> None:
+        """Give back pages, slots and pins of a lease without a plan in flight."""
+
+    def _end_step(self) -> None:  # noqa: B027 (a cache without pending keys has nothing to do)
+        """Make pending keys live, let copy sources go."""
+
+    def _clear(self) -> None:
+        for pool in self.storage:
+            pool.clear()
+
+    def _audit(self) -> list[str]:
+        """Violations of a manager's own invariants."""
+        return []
+
+    def _end(self, lease: Lease, how: str, *, publish: bool) -> None:
+        self._require_idle(lease, how)
+        self._release(lease, publish)
+        lease.phase = Phase.ENDED
+        del self._leases[lease]
+        self._counts[how] += 1
+
+    def _counted(self, wait: Wait) -> Wait:
+        self._waits[wait.reason] += 1
+        return wait
+
+    def _count_hit(self, hit: Hit) -> None:
+        self._counts.update(lookups=1, joint=hit.joint, token_hit=hit.token_hit)
+
+    def _require_idle(self, lease: Lease, verb: str) -> None:
+        name = lease.request.name
+        self._require(lease in self._leases, f"{verb} {name}: the lease has ended or is not ours")
+        self._require(lease.plan is None, f"{verb} {name}: commit or cancel its plan first")
+
+    @staticmethod
+    def _require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ContractError(message)
+
+
+def _pool_stats(pool: Pool) -> PoolStats:
+    count = pool.allocator.count
+    states = (Ownership.FREE, *PRIVATE, Ownership.CACHED)
+    return PoolStats(pool.unit, pool.unit_bytes, pool.size, *(count(state) for state in states))
