@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kimi_mini import KimiForCausalLM, preset
-from kimi_mini.serving.single import Run
+from kimi_mini.serving.executor import ModelExecutor
 from tests.kimi_mini.golden_cases import FOLDER, goldens
 from tests.scripts.running import FOLDER as FOLDER_OF_SCRIPTS
 from tests.scripts.running import as_a_command, in_this_process, load
@@ -27,17 +27,73 @@ def test_without_arguments_it_streams_text_and_closes_with_the_figures(tmp_path)
     assert len("\n".join(text)) > 20
     assert last.startswith("prefill 55 tokens, ")
     assert "decode 63 tokens, " in last
-    assert (
-        "recurrent 884,736 B + conv 124,416 B (fixed), latent 120,832 B (1,024 B a token)" in last
-    )
+    assert "recurrent 884,736 B + conv 124,416 B (fixed), latent 1,024 B a token" in last
 
 
-def test_json_holds_the_request_and_what_became_of_it(generate):
+def test_json_holds_each_request_and_what_became_of_it(generate):
     done = generate("--model", "nano", "--prompt", "hé", "--max-tokens", "5", "--json")
     out = json.loads(done.stdout)
-    assert out["prompt_ids"] == [1, 107, 198, 172]
-    assert len(out["output_ids"]) == 5 and out["finish_reason"] == "length"
-    assert out["state_bytes"]["latent"] == 8 * out["state_bytes"]["latent_per_token"]
+    (request,) = out["requests"]
+    assert request["prompt"] == "hé" and request["prompt_ids"] == [1, 107, 198, 172]
+    assert len(request["output_ids"]) == 5 and request["finish_reason"] == "length"
+    timings = request["timings"]
+    assert timings["prefill_tokens"] == 4 and timings["decode_tokens"] == 4
+    assert 0 < timings["first_token_seconds"] < timings["prefill_seconds"] + 1
+    assert out["totals"]["prefill_tokens"] == 4 and out["totals"]["steps"] == 5
+    for pool in out["pools"].values():
+        assert pool["free"] == pool["size"] > 0
+    sizes = out["pools"]["slots"]
+    assert sizes["unit_bytes"] == sizes["recurrent_bytes"] + sizes["conv_bytes"]
+
+
+def test_prompts_of_all_kinds_run_together_in_the_order_given(generate, tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"from a file\n\xff")
+    done = generate(
+        "--model", "nano", "--prompt-ids", "[5,6]", "--prompt", "a", "--prompt-file",
+        str(tmp_path / "p.txt"), "--prompt", "b", "--n", "2", "--temperature", "0.9", "--json",
+        "--max-tokens", "6", "--logprobs", "2", "--prompt-logprobs", "0",
+    )  # fmt: skip
+    out = json.loads(done.stdout)["requests"]
+    assert [(r["request_id"], r["index"]) for r in out] == [
+        (f"request-{i}", k) for i in range(4) for k in range(2)
+    ]
+    assert [r["prompt_ids"][:3] for r in out[::2]] == [[5, 6], [1, 100], [1, 105, 117], [1, 101]]
+    assert out[4]["prompt_ids"][-1] == 0xFF + 3
+    for one, other in zip(out[::2], out[1::2], strict=True):
+        assert one["output_ids"] != other["output_ids"]
+        assert one["prompt_logprobs"] == other["prompt_logprobs"]
+        assert len(one["logprobs"]) == len(one["output_ids"])
+        assert {len(entry) for entry in one["logprobs"]} <= {2, 3}
+        assert one["prompt_logprobs"][0] is None
+        for entry, token in zip(one["prompt_logprobs"][1:], one["prompt_ids"][1:], strict=True):
+            assert [e["token_id"] for e in entry] == [token]
+
+
+def test_what_a_request_gets_does_not_depend_on_what_runs_with_it(generate):
+    one = ("--prompt", "alone", "--temperature", "0.8", "--seed", "5", "--dtype", "float64")
+    common = ("--model", "nano", "--max-tokens", "20", "--threads", "1", "--json")
+    alone = json.loads(generate(*common, *one).stdout)["requests"][0]
+    room = ("--state-slots", "2", "--kv-pages", "5", "--max-batch-tokens", "7")
+    many = generate(*common, *one, "--prompt", "another one", "--prompt-ids", "9", *room).stdout
+    assert json.loads(many)["requests"][0]["output_ids"] == alone["output_ids"]
+
+
+def test_several_samples_are_printed_under_their_names(generate):
+    done = generate("--model", "nano", "--prompt-ids", "5", "--n", "2", "--max-tokens", "3")
+    lines = done.stdout.splitlines()
+    assert "[prompt 1, sample 1, length]" in lines and "[prompt 1, sample 2, length]" in lines
+
+
+def test_a_stop_string_ends_the_text_before_it(generate):
+    args = ("--model", "nano", "--prompt", "stop", "--max-tokens", "30", "--json")
+    whole = json.loads(generate(*args).stdout)["requests"][0]
+    text = whole["text"]
+    stop = text[5:7]
+    (cut,) = json.loads(generate(*args, "--stop", stop, "--stop", "zzzz").stdout)["requests"]
+    assert cut["text"] == text[: text.index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    assert whole["output_ids"][: len(cut["output_ids"])] == cut["output_ids"]
+    assert len(cut["output_ids"]) < 30
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -47,7 +103,7 @@ def test_a_checkpoint_folder_gives_its_recorded_tokens(generate, backend):
         "--model", str(FOLDER / "k3-tiny-mxfp4"), "--backend", backend, "--max-tokens", "16",
         "--prompt-ids", ",".join(map(str, golden["p17.input_ids"].tolist())), "--json",
     )  # fmt: skip
-    assert json.loads(done.stdout)["output_ids"] == golden["p17.greedy_ids"].tolist()
+    assert json.loads(done.stdout)["requests"][0]["output_ids"] == golden["p17.greedy_ids"].tolist()
 
 
 def test_a_seed_gives_the_same_text_again(generate):
@@ -63,7 +119,8 @@ def test_a_seed_gives_the_same_text_again(generate):
         "1",
     )
     one, two, other = (
-        json.loads(generate(*args, "--seed", seed).stdout)["output_ids"] for seed in "334"
+        json.loads(generate(*args, "--seed", seed).stdout)["requests"][0]["output_ids"]
+        for seed in "334"
     )
     assert one == two != other
 
@@ -74,7 +131,24 @@ def test_a_seed_gives_the_same_text_again(generate):
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-ids", ""), "the prompt is empty"),
         (("--prompt-ids", "1,x"), "whole numbers"),
-        (("--prompt-ids", "1,2", "--prompt", "a"), "not both"),
+        (("--prompt", "a", "--prompt", "", "--model", "nano"), "the prompt is empty"),
+        (("--prompt-file", "nowhere.txt"), "nowhere.txt"),
+        (("--prefix-cache", "radix"), "prefix_cache 'radix' is not there yet; use none"),
+        (("--prefix-cache", "blocks"), "prefix_cache 'blocks' is not there yet; use none"),
+        (("--prefix-cache", "tree"), "invalid choice"),
+        (("--stop", ""), "stop must be"),
+        (("--n", "0"), "n must be an integer of at least 1, got 0"),
+        (("--top-p", "nan"), "top_p must be a number in 0..1, got nan"),
+        (("--top-k", "-2"), "top_k must be"),
+        (("--min-p", "1.5"), "min_p must be"),
+        (("--min-tokens", "9", "--max-tokens", "3"), "min_tokens must be at most max_tokens"),
+        (("--stop-token-id", "320", "--model", "nano"), "stop token id 320 is not in"),
+        (("--kv-pages", "7", "--model", "nano"), "118 tokens need 8 pages; the pool has 7"),
+        (("--state-slots", "0", "--model", "nano"), "state_slots must be at least 1, got 0"),
+        (("--cache-bytes", "5000", "--model", "nano"), "5,000 bytes of cache do not hold"),
+        (("--max-batch-tokens", "0", "--model", "nano"), "max_batch_tokens must be at least 1"),
+        (("--prefill-chunk", "-3", "--model", "nano"), "prefill_chunk must be at least 1"),
+        (("--prompt-ids", str([5] * 1025), "--model", "nano"), "1,025 tokens; this model's"),
         (("--prompt-ids", "5,320", "--model", "nano"), "token id 320 is not in this model's"),
         (("--model", "k4"), "neither a folder nor a preset (nano, mini, deep, bench, k3)"),
         (("--model", "k3"), "2,779,484,478,208 parameters"),
@@ -88,7 +162,7 @@ def test_a_seed_gives_the_same_text_again(generate):
         (("--seed", str(2**64)), "--seed must be 0.."),
         (("--threads", "1000000"), "--threads must be 1.."),
         (("--threads", "0"), "--threads must be 1.."),
-        (("--max-tokens", "-1", "--model", "nano"), "max_tokens must not be negative"),
+        (("--max-tokens", "-1", "--model", "nano"), "max_tokens must be"),
         (("--temperature", "nan", "--model", "nano"), "temperature must be 0"),
         (("--backend", "native", "--model", "nano"), "'native' is not available"),
         (("--dtype", "int8"), "invalid choice"),
@@ -111,14 +185,16 @@ def test_a_prompt_may_hold_any_bytes(generate):
     done = generate(
         "--model", "nano", "--prompt", b"a\xff".decode("utf-8", "surrogateescape"), "--json"
     )
-    assert json.loads(done.stdout)["prompt_ids"] == [1, 100, 258]
+    assert json.loads(done.stdout)["requests"][0]["prompt_ids"] == [1, 100, 258]
 
 
 def test_nothing_run_is_nothing_counted(generate):
     done = generate("--model", "nano", "--max-tokens", "0", "--json")
     out = json.loads(done.stdout)
-    assert out["finish_reason"] == "length" and out["output_ids"] == []
-    assert out["state_bytes"]["latent"] == 0 and out["prefill_tokens_per_second"] == 0
+    (request,) = out["requests"]
+    assert request["finish_reason"] == "length" and request["output_ids"] == []
+    assert request["timings"]["prefill_tokens_per_second"] == 0
+    assert out["totals"]["steps"] == 0
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
@@ -141,14 +217,13 @@ def test_tokens_are_shown_as_they_come(monkeypatch, capsys):
     """Every token is flushed before the next is computed."""
     script = load("generate.py")
     seen = []
-    tokens = Run.tokens
+    run = ModelExecutor.run
 
-    def watched(self):
-        for token in tokens(self):
-            seen.append(len(capsys.readouterr().out))
-            yield token
+    def watched(self, plans, wanted):
+        seen.append(len(capsys.readouterr().out))
+        return run(self, plans, wanted)
 
-    monkeypatch.setattr(Run, "tokens", watched)
+    monkeypatch.setattr(ModelExecutor, "run", watched)
     script.main(["--model", "nano", "--prompt-ids", "5", "--max-tokens", "30"])
     assert sum(n > 0 for n in seen[1:]) > 10
 

@@ -1,0 +1,391 @@
+"""The engine: many requests at once over fixed pools.
+
+    engine = Engine(model)
+    outputs = engine.generate(["first prompt", "second"], SamplingParams(max_tokens=32))
+    for delta in engine.stream("a prompt"):
+        print(delta.text, end="")
+
+Underneath, `add_request`, `step` and `abort`, for whoever drives requests that come and go. One
+caller at a time: not for several threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Series
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from cache.leases import StepPlan
+from cache.plain import PlainCache
+from cache.state_cache import StateCache
+from kimi_mini.model import KimiForCausalLM
+from kimi_mini.serving import memory
+from kimi_mini.serving.executor import ModelExecutor
+from kimi_mini.serving.open_model import OpenModel, open_model, speaking_bytes
+from kimi_mini.serving.outputs import Delta, FinishReason, RequestOutput, rate
+from kimi_mini.serving.request import Prompt, Request, make_request
+from kimi_mini.serving.sampling_params import SamplingParams
+from kimi_mini.serving.scheduler import PASSING, Row, Scheduler
+from kimi_mini.serving.sequence import Sequence
+
+PREFIX_CACHES: dict[str, type[StateCache] | None] = {
+    "none": PlainCache,
+    "radix": None,  # to come
+    "blocks": None,
+}
+PATIENCE = 3  # steps in which nothing runs and nothing is on its way, before the head is refused
+
+
+@dataclass
+class Totals:
+    """Of all steps since the engine was made.
+
+    Tokens of preempted requests count again when they run again. A step with any row in prefill
+    counts as prefill time; mixed_decode_tokens are the decode tokens of such steps.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    mixed_decode_tokens: int = 0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second."""
+        return rate(self.prefill_tokens, self.prefill_seconds)
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second of all rows together, in steps that only decode."""
+        return rate(self.decode_tokens - self.mixed_decode_tokens, self.decode_seconds)
+
+
+class Engine:
+    """Serves one model.
+
+    model: a model, or one opened with its tokenizer (`open_model`); a bare model speaks bytes where
+    its vocabulary has room for them. max_batch_tokens: tokens of one step over all rows;
+    prefill_chunk: of one row. prefix_cache: "none" (others are to come).
+    audit: check every invariant after each step (slow; for tests). sizes: `memory.allocate`'s
+    page, state_slots, kv_pages, cache_bytes, poison.
+    Raises ValueError for options that are out of range or contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: KimiForCausalLM | OpenModel,
+        *,
+        max_batch_tokens: int = 2048,
+        prefill_chunk: int = 512,
+        prefix_cache: str = "none",
+        audit: bool = False,
+        **sizes: Any,
+    ) -> None:
+        cache_type = prefix_cache_type(prefix_cache)
+        self.opened = model if isinstance(model, OpenModel) else speaking_bytes(model)
+        self.model, self.tokenizer = self.opened.model, self.opened.tokenizer
+        self.memory = memory.allocate(self.model, **sizes)
+        alignment = self.model.dispatcher.export_alignment
+        self.cache = cache_type(self.memory.storage, export_alignment=alignment)
+        self.executor = ModelExecutor(self.model, self.memory)
+        self.scheduler = Scheduler(self.cache, max_batch_tokens, prefill_chunk)
+        self.totals = Totals()
+        self._audit = audit
+        self._requests: dict[str, Request] = {}  # unfinished ones
+        self._news: list[Delta] = []  # what the next `step` returns
+        self._stepping = False
+        self._cancelled: list[Request] = []  # within a step, to be ended after it
+        self._numbers = itertools.count()
+        self._idle_steps = 0
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str, *, dtype: str = "float32", seed: int = 0, backend: str = "auto", **options
+    ) -> Engine:
+        """An engine for a checkpoint folder with its own tokenizer, or for a preset with random
+        weights of this seed. options: as the constructor's."""
+        return cls(open_model(name, dtype, seed, backend), **options)
+
+    def generate(
+        self,
+        prompts: Prompt | Series[Prompt],
+        params: SamplingParams | Series[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts (texts or lists of ids) to their ends; outputs in the order of the prompts.
+
+        params: one for all, or one each; None: `SamplingParams()`. Whatever ends the call early, an
+        error or Ctrl-C, takes its requests with it and leaves those of others alone. Raises
+        ValueError if a request is refused, before any runs, or has no usable logits.
+        """
+        requests = self.prepare(prompts, params)
+        for _ in self.run(requests):
+            pass
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Series[Prompt],
+        params: SamplingParams | Series[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """As `generate`, yielding what each step brings, progress of long prefills included. Other
+        requests run along. Refusals are raised at once; closing the iterator cancels."""
+        return self.run(self.prepare(prompts, params))
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Request:
+        """Queue a request for whoever calls `step`. ValueError if it can never run, with the
+        reason, or if the id is in use."""
+        request = self._make(prompt, params or SamplingParams(), request_id)
+        self._queue(request)
+        return request
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what is new of the requests of `add_request` (those of streams
+        have readers of their own), nothing if there is nothing to do.
+
+        If it fails (out of memory, Ctrl-C), running rows go back to the queue with all of their
+        tokens, and the next step computes their state anew; what it brought before it failed is
+        returned by the next.
+        """
+        self._advance()
+        news, self._news = self._news, []
+        return news
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request, whatever state it is in; its storage is free at once, or after the step
+        if one is running (a forgotten iterator is closed at any time). An id that is unknown or
+        finished is no error: it may just have ended."""
+        if request_id in self._requests:
+            self._cancel(self._requests[request_id])
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to run or to tell."""
+        return bool(self._requests or self._news)
+
+    def prepare(
+        self,
+        prompts: Prompt | Series[Prompt],
+        params: SamplingParams | Series[SamplingParams] | None,
+    ) -> list[Request]:
+        """Checked requests, not yet queued; arguments and errors as `generate`."""
+        first = prompts[0] if len(prompts) else None
+        if isinstance(prompts, str | Tensor) or isinstance(first, Integral):
+            prompts = [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many params, got {len(params)}")
+        return [self._make(*pair, None) for pair in zip(prompts, params, strict=True)]
+
+    def _make(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        if request_id is None:
+            names = (f"request-{number}" for number in self._numbers)
+            request_id = next(name for name in names if name not in self._requests)
+        self._check_unused(request_id)
+        request = make_request(request_id, prompt, params, self.opened)
+        refusal = self.cache.refusal(request.longest)
+        if refusal:
+            raise ValueError(
+                f"{request_id} can never run: with its prompt of {len(request.prompt_ids):,} and "
+                f"up to {request.room:,} new tokens, {refusal}"
+            )
+        return request
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+
+    def _queue(self, request: Request, inbox: deque[Delta] | None = None) -> None:
+        self._check_unused(request.request_id)
+        if request.finished:
+            raise ValueError(f"{request.request_id} has run: a request runs once")
+        request.inbox = inbox
+        self._requests[request.request_id] = request
+        now = time.perf_counter()
+        for sequence in request.sequences:
+            sequence.arrival = now
+            self.scheduler.add(sequence)
+        for sequence in request.sequences:
+            if sequence.room == 0 and not sequence.scores_prompt:
+                self._end(sequence, FinishReason.LENGTH)
+
+    def run(self, requests: list[Request]) -> Iterator[Delta]:
+        """Queue prepared requests and run them to their ends, yielding what each step brings them.
+
+        Nothing is queued before the first delta is asked for, so an iterator that is never started
+        leaves nothing behind; one that is closed cancels what is unfinished.
+        """
+        try:
+            for request in requests:
+                self._queue(request, deque())
+            while True:
+                for request in requests:
+                    while request.inbox:
+                        delta = request.inbox.popleft()
+                        if delta.error is not None:
+                            raise ValueError(f"{delta.request_id}: {delta.error}")
+                        yield delta
+                if all(request.finished for request in requests):
+                    return
+                self._advance()
+        finally:
+            for request in requests:
+                if self._requests.get(request.request_id) is request:
+                    self._cancel(request)
+
+    def _advance(self) -> None:
+        """Run one step, if there is anything to run, and let everybody know."""
+        if self._stepping:
+            raise RuntimeError("a step was asked for from within a step")
+        if not self._requests:
+            return
+        began = time.perf_counter()
+        rows = self._step()
+        self._account(rows, began)
+        self._refuse_if_stuck(rows)
+        if self._audit:
+            self.cache.audit()
+
+    def _step(self) -> list[Row]:
+        """A step of the cache: all of it, or else nothing is left in flight."""
+        try:
+            self._stepping = True
+            self.cache.begin_step()
+            rows = self.scheduler.schedule()
+            if rows:
+                self._run_rows(rows)
+            self.cache.end_step()
+            return rows
+        except BaseException:
+            self._recover()
+            raise
+        finally:
+            self._stepping = False
+            while self._cancelled:
+                self._cancel(self._cancelled.pop())
+
+    def _run_rows(self, rows: list[Row]) -> None:
+        """Run the plans of a step and hand every row what it wanted."""
+        wanted = [sequence.logits_wanted(plan.start, plan.end) for sequence, plan in rows]
+        logits = self.executor.run([plan for _, plan in rows], wanted)
+        for (sequence, plan), own, positions in zip(rows, logits, wanted, strict=True):
+            self._deliver(sequence, plan, own, positions)
+
+    def _deliver(
+        self, sequence: Sequence, plan: StepPlan, logits: Tensor, positions: range
+    ) -> None:
+        """Commit one row: its sample, its news, its boundary."""
+        known = len(sequence.tokens)
+        self._tell(sequence.receive(logits, positions, plan.end))
+        if sequence.finish_reason is FinishReason.ERROR:  # nothing of it is worth publishing
+            self.cache.cancel(plan)
+            self.cache.abort(sequence.lease)
+            self._forget(sequence)
+            return
+        self.executor.copy(self.cache.commit(sequence.lease, plan.end, sequence.tokens[known:]))
+        if sequence.finish_reason is not None:
+            self.cache.finish(sequence.lease)
+            self._forget(sequence)
+
+    def _cancel(self, request: Request) -> None:
+        if self._stepping:
+            self._cancelled.append(request)
+            return
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._end(sequence, FinishReason.ABORT)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence that is not in a step, before its time."""
+        delta = sequence.end(reason)
+        if sequence.lease is not None:
+            self.cache.abort(sequence.lease)
+        self._tell(delta)
+        self._forget(sequence)
+
+    def _tell(self, delta: Delta) -> None:
+        inbox = self._requests[delta.request_id].inbox
+        (self._news if inbox is None else inbox).append(delta)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.drop(sequence)
+        sequence.lease = None
+        request = self._requests.get(sequence.request_id)
+        if request is not None and request.finished:
+            del self._requests[sequence.request_id]
+
+    def _recover(self) -> None:
+        """After a step that failed half way: nothing is in flight, nothing is held by mistake."""
+        self.scheduler.retreat()
+        for request in list(self._requests.values()):
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None:
+                    self._forget(sequence)
+        if self.cache.in_step:
+            self.cache.end_step()
+
+    def _refuse_if_stuck(self, rows: list[Row]) -> None:
+        """Steps in which nothing runs would be a silent loop: who waited first is refused with what
+        it waited for."""
+        if rows or self.scheduler.stuck is None:
+            self._idle_steps = 0
+            return
+        sequence, wait = self.scheduler.stuck
+        self._idle_steps = 0 if wait.reason in PASSING else self._idle_steps + 1
+        if self._idle_steps >= PATIENCE:
+            sequence.error = (
+                f"cannot be scheduled: it waits for {wait.reason}, needs {wait.needed:,}, there "
+                f"are {wait.free:,}, and nothing is running that could give more"
+            )
+            self._end(sequence, FinishReason.ERROR)
+
+    def _account(self, rows: list[Row], began: float) -> None:
+        """Tokens and seconds of a step, for each row in it and in all."""
+        now = time.perf_counter()
+        seconds, decoded, prefilled = now - began, 0, 0
+        for sequence, plan in rows:
+            timings, count = sequence.timings, plan.end - plan.start
+            if timings.queue is None:
+                timings.queue = began - sequence.arrival
+            if timings.first_token is None and sequence.output_ids:
+                timings.first_token = now - sequence.arrival
+            # prefill gives the first new token; each later one comes from running the one before it
+            if plan.start >= sequence.prompt_tokens and count == 1:
+                timings.decode += seconds
+                timings.decode_tokens += 1
+                decoded += 1
+            else:
+                timings.prefill += seconds
+                timings.prefill_tokens += count
+                prefilled += count
+        totals = self.totals
+        totals.steps += 1
+        totals.prefill_tokens += prefilled
+        totals.decode_tokens += decoded
+        if prefilled:
+            totals.prefill_seconds += seconds
+            totals.mixed_decode_tokens += decoded
+        elif decoded:
+            totals.decode_seconds += seconds
+
+
+def prefix_cache_type(name: str) -> type[StateCache]:
+    """The cache of that name. ValueError for one that is unknown or not there yet."""
+    if name not in PREFIX_CACHES:
+        raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}; got {name!r}")
+    cache_type = PREFIX_CACHES[name]
+    if cache_type is None:
+        there = [name for name, made in PREFIX_CACHES.items() if made]
+        raise ValueError(f"prefix_cache {name!r} is not there yet; use {', '.join(there)}")
+    return cache_type

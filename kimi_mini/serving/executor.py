@@ -1,0 +1,68 @@
+"""From plans to logits: run the copies, pack the rows into one ForwardBatch, run the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from cache.leases import Copy, CopyKind, StepPlan
+from kimi_mini.batch import ForwardBatch
+from kimi_mini.model import KimiForCausalLM
+from kimi_mini.serving.memory import Memory
+
+
+class ModelExecutor:
+    """Runs the real model over the memory that the plans speak of."""
+
+    def __init__(self, model: KimiForCausalLM, memory: Memory) -> None:
+        self.model, self.memory = model, memory
+
+    def run(self, plans: Sequence[StepPlan], wanted: Sequence[range]) -> list[Tensor]:
+        """One step of B rows. wanted[r]: boundaries' tokens, as absolute positions within the plan,
+        whose logits row r needs; returns them as [len(wanted[r]), vocab] each.
+
+        Changes state at the plans' slots, pages and export slots, after their copies. ValueError,
+        with the state untouched but for the copies, if a plan does not fit the memory.
+        """
+        for plan in plans:
+            self.copy(plan.copies)
+        logits = self.model.forward_batch(self._batch(plans, wanted), self.memory.state)
+        return list(logits.split([len(rows) for rows in wanted]))
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Run copies in order."""
+        storage = self.memory.storage
+        for kind, group, source, destination in copies:
+            pools = storage.states if kind is CopyKind.STATE else storage.pages
+            pools[group].copy(source, destination)
+
+    def _batch(self, plans: Sequence[StepPlan], wanted: Sequence[range]) -> ForwardBatch:
+        page = self.memory.sizes.page
+        tokens: list[int] = []
+        query_start, logits_at, exports, out_rows = [0], [], [], []
+        for r, (plan, positions) in enumerate(zip(plans, wanted, strict=True)):
+            first = query_start[-1] - plan.start  # where position 0 of the row would be
+            tokens += plan.tokens
+            query_start.append(len(tokens))
+            logits_at += range(first + positions.start, first + positions.stop)
+            exports += [(r, export.offset, export.slots[0]) for export in plan.exports]
+            table = plan.pages[0]
+            out_rows += [table[t // page] * page + t % page for t in range(plan.start, plan.end)]
+        return ForwardBatch(
+            token_ids=torch.tensor(tokens),
+            query_start=torch.tensor(query_start),
+            context_len=torch.tensor([plan.start for plan in plans]),
+            slots=torch.tensor([plan.slots[0] for plan in plans]),
+            page_table=_page_table([plan.pages[0] for plan in plans]),
+            out_rows=torch.tensor(out_rows),
+            exports=torch.tensor(exports) if exports else None,
+            logits_at=torch.tensor(logits_at, dtype=torch.long),
+        )
+
+
+def _page_table(tables: Sequence[Sequence[int]]) -> Tensor:
+    """Lists of pages as one tensor [B, most pages], -1 where unused."""
+    width = max(map(len, tables))
+    return torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables])

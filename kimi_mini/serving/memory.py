@@ -1,0 +1,67 @@
+"""How much state memory an engine has, and the memory itself.
+
+`state_slots` and `kv_pages` count boundaries and pages; `cache_bytes` is for both together, or for
+the one that is not given. Sinks are counted in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cache.pools.storage import Sizes, Storage, counts_within, one_of_each
+from kimi_mini.batch import ModelState, allocate_state
+from kimi_mini.costs import state_sizes
+from kimi_mini.machine import refuse_oversize
+from kimi_mini.model import KimiForCausalLM
+
+DEFAULT_SLOTS = 16
+DEFAULT_ROWS = 65536  # latent rows; no more than every slot's full context
+
+
+class Memory(NamedTuple):
+    """Pools and the tensors behind them: both see the same bytes."""
+
+    storage: Storage
+    state: ModelState
+    sizes: Sizes
+
+
+def allocate(
+    model: KimiForCausalLM,
+    *,
+    page: int = 16,
+    state_slots: int | None = None,
+    kv_pages: int | None = None,
+    cache_bytes: int | None = None,
+    poison: bool = False,
+) -> Memory:
+    """Pools for `model`. ValueError for numbers that contradict each other, that hold nothing, or
+    that this machine does not have the memory for."""
+    given = {"page": page, "state_slots": state_slots, "kv_pages": kv_pages}
+    for name, number in (given | {"cache_bytes": cache_bytes}).items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    sizes = state_sizes(model.config, model.dtype, page)
+    if cache_bytes is not None:
+        if state_slots is not None and kv_pages is not None:
+            raise ValueError("give state_slots and kv_pages, or cache_bytes, not all three")
+        state_slots, kv_pages = counts_within(cache_bytes, sizes, state_slots, kv_pages)
+    if state_slots is None:
+        state_slots = DEFAULT_SLOTS
+    if kv_pages is None:
+        rows = min(DEFAULT_ROWS, state_slots * model.config.max_position_embeddings)
+        kv_pages = -(-rows // page)
+    needed = (state_slots + 1) * sizes.slot_bytes + (kv_pages + 1) * sizes.page_bytes
+    refuse_oversize(f"{state_slots:,} state slots and {kv_pages:,} pages", needed)
+    state = allocate_state(
+        model.config, num_slots=state_slots, num_pages=kv_pages, page=page, dtype=model.dtype
+    )
+    storage = one_of_each(
+        sizes,
+        state_slots,
+        kv_pages,
+        latent=state.latent,
+        states=(state.recurrent, state.conv),
+        poison=poison,
+    )
+    return Memory(storage, state, sizes)

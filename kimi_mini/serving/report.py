@@ -1,0 +1,90 @@
+"""What an engine did, as plain values for JSON and as one line for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from kimi_mini.serving.engine import Engine
+from kimi_mini.serving.logprobs import TokenLogprobs
+from kimi_mini.serving.outputs import CompletionOutput, RequestOutput, rate
+
+
+def report(engine: Engine, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """requests: one entry a sample; totals: of all steps; pools: now."""
+    return {
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "backend": engine.model.dispatcher.backend.name,
+        "requests": [_sample(request, own) for request in outputs for own in request.outputs],
+        "totals": _totals(engine),
+        "pools": _pools(engine),
+        "notes": list(engine.opened.notes),
+    }
+
+
+def closing_line(engine: Engine) -> str:
+    """Rates, and what state costs: fixed for KDA, a token at a time for MLA."""
+    totals, state = engine.totals, engine.memory.state
+    return (
+        f"prefill {totals.prefill_tokens:,} tokens, {totals.prefill_rate:,.0f} tokens/s · "
+        f"decode {totals.decode_tokens:,} tokens, {totals.decode_rate:,.0f} tokens/s · "
+        f"a request's state: recurrent {state.recurrent[:, 0].nbytes:,} B + conv "
+        f"{state.conv[:, 0].nbytes:,} B (fixed), latent {engine.memory.sizes.row_bytes:,} B a token"
+    )
+
+
+def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
+    timings = own.timings
+    return {
+        "request_id": request.request_id,
+        "index": own.index,
+        "prompt": request.prompt,
+        "prompt_ids": list(request.prompt_token_ids),
+        "output_ids": list(own.token_ids),
+        "text": own.text,
+        "finish_reason": own.finish_reason,
+        "stop_reason": own.stop_reason,
+        "logprobs": own.logprobs and [_logprobs(entry) for entry in own.logprobs],
+        "prompt_logprobs": request.prompt_logprobs
+        and [entry and _logprobs(entry) for entry in request.prompt_logprobs],
+        "timings": {
+            "queue_seconds": timings.queue,
+            "first_token_seconds": timings.first_token,
+            "prefill_seconds": timings.prefill,
+            "prefill_tokens": timings.prefill_tokens,
+            "prefill_tokens_per_second": rate(timings.prefill_tokens, timings.prefill),
+            "decode_seconds": timings.decode,
+            "decode_tokens": timings.decode_tokens,
+            "decode_tokens_per_second": rate(timings.decode_tokens, timings.decode),
+            "preemptions": timings.preemptions,
+        },
+    }
+
+
+def _logprobs(entry: TokenLogprobs) -> list[dict[str, Any]]:
+    """In order: the token itself first if it is not among the likeliest."""
+    return [{"token_id": token} | own._asdict() for token, own in entry.items()]
+
+
+def _totals(engine: Engine) -> dict[str, Any]:
+    totals, stats = engine.totals, engine.cache.stats()
+    return asdict(totals) | {
+        "prefill_tokens_per_second": totals.prefill_rate,
+        "decode_tokens_per_second": totals.decode_rate,
+        "preemptions": stats.preempted,
+        "waits": {str(reason): count for reason, count in stats.waits.items()},
+    }
+
+
+def _pools(engine: Engine) -> dict[str, Any]:
+    sizes, state = engine.memory.sizes, engine.memory.state
+    pages, slots = (pool._asdict() for pool in engine.cache.stats().pools)
+    return {
+        "pages": pages | {"page": sizes.page, "row_bytes": sizes.row_bytes},
+        "slots": slots
+        | {
+            "recurrent_bytes": state.recurrent[:, 0].nbytes,
+            "conv_bytes": state.conv[:, 0].nbytes,
+        },
+    }
