@@ -102,7 +102,6 @@ class Engine:
         self._audit = audit
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._news: list[Delta] = []  # what the next `step` returns
-        self._stepping = False
         self._cancelled: list[Request] = []  # within a step, to be ended after it
         self._numbers = itertools.count()
         self._idle_steps = 0
@@ -155,7 +154,8 @@ class Engine:
 
         If it fails (out of memory, Ctrl-C), running rows go back to the queue with all of their
         tokens, and the next step computes their state anew; what it brought before it failed is
-        returned by the next.
+        returned by the next. A sequence whose token was being chosen just then ends with an error:
+        its random stream and its text are no longer what they would be.
         """
         self._advance()
         news, self._news = self._news, []
@@ -246,7 +246,7 @@ class Engine:
 
     def _advance(self) -> None:
         """Run one step, if there is anything to run, and let everybody know."""
-        if self._stepping:
+        if self.cache.in_step:
             raise RuntimeError("a step was asked for from within a step")
         if not self._requests:
             return
@@ -260,7 +260,6 @@ class Engine:
     def _step(self) -> list[Row]:
         """A step of the cache: all of it, or else nothing is left in flight."""
         try:
-            self._stepping = True
             self.cache.begin_step()
             rows = self.scheduler.schedule()
             if rows:
@@ -271,7 +270,6 @@ class Engine:
             self._recover()
             raise
         finally:
-            self._stepping = False
             while self._cancelled:
                 self._cancel(self._cancelled.pop())
 
@@ -287,7 +285,9 @@ class Engine:
     ) -> None:
         """Commit one row: its sample, its news, its boundary."""
         known = len(sequence.tokens)
+        sequence.torn = True
         self._tell(sequence.receive(logits, positions, plan.end))
+        sequence.torn = False
         if sequence.finish_reason is FinishReason.ERROR:  # nothing of it is worth publishing
             self.cache.cancel(plan)
             self.cache.abort(sequence.lease)
@@ -299,7 +299,7 @@ class Engine:
             self._forget(sequence)
 
     def _cancel(self, request: Request) -> None:
-        if self._stepping:
+        if self.cache.in_step:
             self._cancelled.append(request)
             return
         for sequence in request.sequences:
@@ -328,10 +328,13 @@ class Engine:
     def _recover(self) -> None:
         """After a step that failed half way: nothing is in flight, nothing is held by mistake."""
         self.scheduler.retreat()
-        for request in list(self._requests.values()):
-            for sequence in request.sequences:
-                if sequence.finish_reason is not None:
-                    self._forget(sequence)
+        sequences = [s for request in self._requests.values() for s in request.sequences]
+        for sequence in (s for s in sequences if s.torn):
+            sequence.torn = False
+            sequence.error = "the step failed while its token was being chosen"
+            self._end(sequence, FinishReason.ERROR)
+        for sequence in (s for s in sequences if s.finish_reason is not None):
+            self._forget(sequence)
         if self.cache.in_step:
             self.cache.end_step()
 

@@ -8,9 +8,10 @@ The order is vLLM's (its documentation of vllm.v1.sample.sampler):
 A masked id has the logit -inf, which no step raises again; so masks might as well come after the
 penalties. Truncation never removes the largest logit; so greedy sampling has no use for it.
 
-The apply_* functions are pure: float logits [vocab] in, new logits [vocab] out, arithmetic in
-float64. They want at least one finite logit and neither NaN nor +inf. Among equal logits the lower
-id always comes first.
+The apply_* functions are pure: float logits [vocab] in, logits [vocab] out, arithmetic in float64.
+They want at least one finite logit and neither NaN nor +inf. Among equal logits the lower id always
+comes first. A threshold counts as reached by what is as close to it as a float32's rounding of the
+logits: otherwise [.5, .3, .2] at top_p = .5 would keep one id or two as rounding has it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def apply_min_p(logits: Tensor, min_p: float) -> Tensor:
     """Keep ids at least min_p times as likely as the likeliest; 0 is off."""
     if min_p == 0:
         return logits
-    ratio = (logits.double() - logits.max()).exp()
-    return logits.masked_fill(ratio < min_p, NEVER)
+    best = logits.max()
+    ratio = (logits.double() - best).exp()
+    return logits.masked_fill(ratio < min_p * (1 - _doubt(best)), NEVER)
 
 
 def apply_top_k(logits: Tensor, k: int) -> Tensor:
@@ -69,20 +71,15 @@ def apply_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def apply_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep an id while the mass before it is below p, and always the first; 1 is off.
-
-    Logits are known to a float32's rounding, 2^-24 of their size, and so a mass m to about
-    m (1 - m) of that; a mass within four times so much of p has reached it. Otherwise [.5, .3, .2]
-    at p = .5 would keep one id or two as rounding has it.
-    """
+    """Keep an id while the mass before it is below p, and always the first; 1 is off."""
     if p >= 1:
         return logits
     ids = logits.isfinite().nonzero()[:, 0]
     order = ids[logits[ids].sort(descending=True, stable=True).indices]
     probs = logits[order].double().softmax(-1)
     before = probs.cumsum(-1) - probs
-    doubt = min(1e-3, 2**-22 * max(1.0, abs(float(logits[order[0]]))))
-    kept = before < p - p * (1 - p) * doubt
+    # a mass m moves by m (1 - m) times what its logits move by
+    kept = before < p - p * (1 - p) * _doubt(logits[order[0]])
     kept[0] = True
     return _only(logits, order[kept])
 
@@ -207,6 +204,11 @@ class TokenSampler:
                 logits, self._counts[:below], params.frequency_penalty, params.presence_penalty
             )
         return logits
+
+
+def _doubt(best: Tensor) -> float:
+    """How far rounding may have moved a logit near the largest, generously: 2^-22 of its size."""
+    return min(1e-3, 2**-22 * max(1.0, abs(float(best))))
 
 
 def _first(logits: Tensor, value: Tensor) -> int:

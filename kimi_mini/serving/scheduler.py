@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from cache.leases import Phase, StepPlan, Wait, WaitReason
+from cache.leases import StepPlan, Wait, WaitReason
 from cache.state_cache import StateCache
 from kimi_mini.serving.sequence import Sequence
 
@@ -57,9 +57,6 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self.running or sequence in self.waiting
-
     def schedule(self) -> list[Row]:
         """Plans of this step, each to be committed or cancelled. Sum of tokens <= budget."""
         planned: dict[Sequence, StepPlan] = {}
@@ -75,13 +72,12 @@ class Scheduler:
     def retreat(self) -> None:
         """After a step that failed, wherever it did: states and books may be torn, so everybody
         gives their storage up and waits again in the same order, nothing lost but time."""
+        for lease in self.cache.live_leases:
+            if lease.plan is not None:
+                self.cache.cancel(lease.plan)
+            self.cache.preempt(lease)
         everybody = dict.fromkeys((*self.running, *self.waiting))
         for sequence in everybody:
-            lease = sequence.lease
-            if lease is not None and lease.plan is not None:
-                self.cache.cancel(lease.plan)
-            if lease is not None and lease.phase is not Phase.ENDED:
-                self.cache.preempt(lease)
             sequence.timings.preemptions += sequence in self.running
             sequence.lease, sequence.computed = None, 0
         self.waiting = deque(everybody)

@@ -45,6 +45,7 @@ class Sequence:
         self.arrival = arrival
         self.computed = 0  # tokens in the state, after the last step it was in
         self.lease: Lease | None = None
+        self.torn = False  # within `receive`, and afterwards if that was cut short
         self.timings = Timings()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
