@@ -7,7 +7,7 @@ shape of leases. A manager adds its own in `StateCache._audit`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cache.leases import Lease, Phase
 from cache.pools.allocator import Ownership
@@ -30,21 +30,28 @@ def audit_leases(storage: Storage, leases: Iterable[Lease]) -> list[str]:
     for lease in live:
         faults += _audit_lease(storage, lease)
     for g, pool in enumerate(storage.pages):
-        faults += audit_holders(pool, {lease.request.name: lease.pages[g] for lease in live})
+        faults += audit_holders(pool, [(x.request.name, x.pages[g]) for x in live if x.pages[g:]])
     for g, pool in enumerate(storage.states):
-        held = {lease.request.name: [s for s in (lease.slots[g],) if s] for lease in live}
+        held = [(x.request.name, [s for s in x.slots[g : g + 1] if s]) for x in live]
         faults += audit_holders(pool, held)
     return faults
 
 
-def audit_holders(pool: Pool, holders: dict[str, list[int]]) -> list[str]:
-    """I-10: what is held is not free, and what is active has exactly one holder."""
+def audit_holders(pool: Pool, holders: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+    """I-10: what is held is not free, and what is active has exactly one holder. holders: (name,
+    indices) each; names may repeat."""
     faults = []
     owners = defaultdict(list)
-    for name, indices in holders.items():
-        for index in indices:
+    for name, indices in holders:
+        once = dict.fromkeys(indices)
+        for index in once:
             owners[index].append(name)
+        if len(once) != len(indices):
+            faults.append(f"I-10: {name} holds a {pool.unit} twice: {[*indices]}")
     for index, names in owners.items():
+        if not 0 <= index <= pool.size:
+            faults.append(f"I-10: {pool.unit} {index} of {names} does not exist")
+            continue
         state = pool.allocator.state_of(index)
         if state in (Ownership.FREE, Ownership.RESERVED):
             faults.append(f"I-10: {pool.unit} {index} of {names} is {state}")
@@ -58,8 +65,13 @@ def audit_holders(pool: Pool, holders: dict[str, list[int]]) -> list[str]:
 
 def _audit_lease(storage: Storage, lease: Lease) -> list[str]:
     faults = []
-    name = lease.request.name
-    boundary = lease.plan.end if lease.plan else lease.computed
+    name, plan = lease.request.name, lease.plan
+    if (len(lease.pages), len(lease.slots)) != (len(storage.pages), len(storage.states)):
+        return [
+            f"{name} has {len(lease.pages)} page tables and {len(lease.slots)} slots, one each "
+            f"for {len(storage.pages)} and {len(storage.states)} groups"
+        ]
+    boundary = plan.end if plan else lease.computed
     if not 0 <= lease.computed <= boundary <= len(lease.tokens):
         faults.append(
             f"{name} knows {len(lease.tokens)} tokens, has computed {lease.computed} and plans to "
@@ -72,6 +84,15 @@ def _audit_lease(storage: Storage, lease: Lease) -> list[str]:
             faults.append(f"{name} is at {boundary} with {len(table)} pages, needs {pages}")
     if lease.phase is Phase.HOLDING and not all(lease.slots):
         faults.append(f"{name} is at {boundary} without a slot: {lease.slots}")
-    if lease.plan and lease.plan.start != lease.computed:
-        faults.append(f"I-06: {name} is at {lease.computed}, its plan at {lease.plan.start}")
+    if plan and plan.start != lease.computed:
+        faults.append(f"I-06: {name} is at {lease.computed}, its plan at {plan.start}")
+    if plan and (plan.lease is not lease or lease.phase is not Phase.HOLDING):
+        faults.append(
+            f"{name} is {lease.phase}, its plan in flight is of {plan.lease.request.name}"
+        )
+    if plan and (plan.slots, plan.pages) != (tuple(lease.slots), lease.pages):
+        faults.append(
+            f"I-10: {name} holds slots {lease.slots} and pages {lease.pages}; its plan is in "
+            f"{plan.slots} and {plan.pages}"
+        )
     return faults

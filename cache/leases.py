@@ -17,7 +17,8 @@ class CacheRequest:
     """One sequence that wants storage; `n` samples of a prompt are n of these.
 
     name           for messages
-    ids            the known tokens: the prompt; after a preemption, what was sampled too
+    ids            the known tokens: the prompt; after a preemption, what was sampled too. A copy is
+                   kept, so that a caller's growing list is not an identity that changes
     salt           separates key spaces (tenants); part of the identity
     skip_read      compute everything, publish as usual
     must_fit       first storage only if all known tokens would fit at once
@@ -32,6 +33,9 @@ class CacheRequest:
     must_fit: bool = False
     checkpoint_at: tuple[int, ...] = ()
     key_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
 
 
 class Lower(StrEnum):
@@ -113,7 +117,7 @@ class Lease:
     """A request's hold on storage. The cache changes it, the engine reads it.
 
     tokens are the known ids, the first `computed` of which are in the state and in the pages.
-    plan is the plan in flight, between `plan` and `commit` or `cancel`.
+    plan is the one in flight, between `plan` and `commit` or `cancel`. ran: one has been committed.
     """
 
     request: CacheRequest
@@ -123,6 +127,7 @@ class Lease:
     computed: int = 0
     phase: Phase = Phase.ADMITTED
     plan: StepPlan | None = None
+    ran: bool = False
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ Prefixes are known by a chained digest, P_0 = 0, P_n = hash(P_{n-1}, token), sal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -57,14 +57,27 @@ class NullExecutor:
         self._pages: list[dict[int, _Page]] = [{} for _ in storage.pages]
         self._chains: WeakKeyDictionary[Lease, list[int]] = WeakKeyDictionary()
 
-    def run(self, plans: Iterable[StepPlan]) -> None:
-        """One step: the copies of all plans in order, then the plans. ExecutionError says what is
-        wrong; what was run before it stays."""
-        plans = list(plans)
+    def run(self, plans: Iterable[StepPlan], ends: Mapping[StepPlan, int] | None = None) -> None:
+        """One step: the copies of all plans in order, then the plans, all of which read before any
+        writes. ends: where the state of a plan is left, if not at its end (rejected tokens).
+        ExecutionError says what is wrong; what was run before it stays.
+        """
+        plans, ends = list(plans), ends or {}
         for plan in plans:
+            if plan.lease.plan is not plan:
+                raise ExecutionError(f"{plan.lease.request.name}: this plan is not in flight")
             self.copy(plan.copies)
         for plan in plans:
-            self._run(plan)
+            for g, slot in enumerate(plan.slots):
+                self._resume(plan, g, slot)
+        written: set[tuple] = set()
+        for plan in plans:
+            for g, table in enumerate(plan.pages):
+                self._write_rows(plan, g, table, written)
+            self._keep_states(plan, ends.get(plan, plan.end), written)
+        for plan in plans:
+            for g, table in enumerate(plan.pages):
+                self._attend(plan, g, table)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Run copies in order."""
@@ -76,40 +89,38 @@ class NullExecutor:
             content = self._live(pool, contents, source)
             if content is None:
                 raise ExecutionError(f"copy from {pool.unit} {source}, which holds nothing")
-            own = self._writable(pool, destination)
+            own = self._new_or_writable(pool, contents, destination)
             if kind is CopyKind.PAGE:
                 content = content._replace(rows=dict(content.rows))
             contents[destination] = content._replace(handle=own)
             self.traffic.copied += pool.unit_bytes
+
+    def place(
+        self, pages: Sequence[int], slot: int, tokens: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Take for granted that these pages and this slot (of the first groups) hold these tokens,
+        whole pages of them: for what tests put into an index by hand."""
+        pool, page = self.storage.pages[0], self.storage.page_tokens[0]
+        chain = _extended([_origin(salt)], tokens)
+        for i, index in enumerate(pages):
+            rows = {place: chain[i * page + place + 1] for place in range(page)}
+            self._pages[0][index] = _Page(pool.allocator.handle(index), rows)
+        boundary = len(pages) * page
+        handle = self.storage.states[0].allocator.handle(slot)
+        self._states[0][slot] = _State(handle, boundary, chain[boundary])
 
     def boundary_at(self, slot: int, group: int = 0) -> int | None:
         """The boundary whose state this slot holds, None if it holds none of its present owner."""
         content = self._live(self.storage.states[group], self._states[group], slot)
         return content and content.boundary
 
-    def _run(self, plan: StepPlan) -> None:
-        name, chain = plan.lease.request.name, self._chain(plan.lease)
-        for g, slot in enumerate(plan.slots):
-            self._resume(plan, g, slot, chain[plan.start])
-        for g, table in enumerate(plan.pages):
-            self._attend(plan, g, table, chain)
-        for g, slot in enumerate(plan.slots):
-            ends = [(plan.end, slot), *((plan.start + e.offset, e.slots[g]) for e in plan.exports)]
-            for boundary, destination in ends:
-                if not plan.start < boundary <= plan.end:
-                    raise ExecutionError(f"{name} exports at {boundary}, outside of its plan")
-                pool = self.storage.states[g]
-                own = self._writable(pool, destination)
-                self._states[g][destination] = _State(own, boundary, chain[boundary])
-                self.traffic.states_written += pool.unit_bytes
-
-    def _resume(self, plan: StepPlan, g: int, slot: int, prefix: int) -> None:
+    def _resume(self, plan: StepPlan, g: int, slot: int) -> None:
         pool = self.storage.states[g]
         self._writable(pool, slot)
         if plan.start == 0:
             return
         content = self._live(pool, self._states[g], slot)
-        if content is None or content[1:] != (plan.start, prefix):
+        if content is None or content[1:] != (plan.start, self._chain(plan.lease)[plan.start]):
             held = content and f"the state of another prefix at {content.boundary}"
             raise ExecutionError(
                 f"I-01: {plan.lease.request.name} resumes at {plan.start} from slot {slot}, which "
@@ -117,16 +128,40 @@ class NullExecutor:
             )
         self.traffic.states_read += pool.unit_bytes
 
-    def _attend(self, plan: StepPlan, g: int, table: Iterable[int], chain: list[int]) -> None:
-        pool, page, table = self.storage.pages[g], self.storage.page_tokens[g], list(table)
-        row_bytes = pool.unit_bytes // page
+    def _write_rows(self, plan: StepPlan, g: int, table: Sequence[int], written: set) -> None:
+        pool, page = self.storage.pages[g], self.storage.page_tokens[g]
+        name, chain = plan.lease.request.name, self._chain(plan.lease)
+        if len(table) * page < plan.end:
+            raise ExecutionError(f"{name} has {len(table)} pages of {page}, plans to {plan.end}")
         for t in range(plan.start, plan.end):
             index, place = table[t // page], t % page
             own = self._writable(pool, index)
+            self._claim(written, pool, index, place)
             content = self._live(pool, self._pages[g], index)
             if content is None:
                 content = self._pages[g][index] = _Page(own, {})
             content.rows[place] = chain[t + 1]
+        self.traffic.rows_written += (plan.end - plan.start) * (pool.unit_bytes // page)
+
+    def _keep_states(self, plan: StepPlan, end: int, written: set) -> None:
+        chain = self._chain(plan.lease)
+        for g, slot in enumerate(plan.slots):
+            pool = self.storage.states[g]
+            ends = [(end, slot), *((plan.start + e.offset, e.slots[g]) for e in plan.exports)]
+            for boundary, destination in ends:
+                if not plan.start < boundary <= plan.end:
+                    raise ExecutionError(
+                        f"{plan.lease.request.name} keeps the state at {boundary}, outside of its "
+                        f"plan {plan.start}..{plan.end}"
+                    )
+                own = self._writable(pool, destination)
+                self._claim(written, pool, destination)
+                self._states[g][destination] = _State(own, boundary, chain[boundary])
+                self.traffic.states_written += pool.unit_bytes
+
+    def _attend(self, plan: StepPlan, g: int, table: Sequence[int]) -> None:
+        pool, page = self.storage.pages[g], self.storage.page_tokens[g]
+        chain = self._chain(plan.lease)
         for t in range(plan.end):
             content = self._live(pool, self._pages[g], table[t // page])
             if content is None or content.rows.get(t % page) != chain[t + 1]:
@@ -134,20 +169,31 @@ class NullExecutor:
                     f"I-01: {plan.lease.request.name} reads row {t} from page {table[t // page]}, "
                     "which holds another prefix or nothing there"
                 )
-        self.traffic.rows_written += (plan.end - plan.start) * row_bytes
-        self.traffic.rows_read += plan.end * row_bytes
+        self.traffic.rows_read += plan.end * (pool.unit_bytes // page)
 
     def _chain(self, lease: Lease) -> list[int]:
         """P_0 .. P_n of all known tokens."""
-        chain = self._chains.setdefault(lease, [hash(("prefix", lease.request.salt))])
-        for token in lease.tokens[len(chain) - 1 :]:
-            chain.append(hash((chain[-1], token)))
-        return chain
+        chain = self._chains.setdefault(lease, [_origin(lease.request.salt)])
+        return _extended(chain, lease.tokens[len(chain) - 1 :])
+
+    @staticmethod
+    def _claim(written: set, pool: Pool, *place: int) -> None:
+        """One writer a place and step."""
+        if (id(pool), *place) in written:
+            raise ExecutionError(f"I-13: {pool.unit} {place[0]} is written twice in one step")
+        written.add((id(pool), *place))
 
     @staticmethod
     def _live(pool: Pool, contents: dict, index: int) -> _State | _Page | None:
         content = contents.get(index)
         return content if content and pool.allocator.is_live(content.handle) else None
+
+    def _new_or_writable(self, pool: Pool, contents: dict, index: int) -> Handle:
+        """A copy may also complete a publication: fill a cached index that holds nothing yet."""
+        published = pool.allocator.state_of(index) is Ownership.CACHED
+        if published and self._live(pool, contents, index) is None:
+            return pool.allocator.handle(index)
+        return self._writable(pool, index)
 
     @staticmethod
     def _writable(pool: Pool, index: int) -> Handle:
@@ -155,3 +201,14 @@ class NullExecutor:
         if state not in (Ownership.ACTIVE, Ownership.TRACKED):
             raise ExecutionError(f"I-13: {pool.unit} {index} is written, but it is {state}")
         return pool.allocator.handle(index)
+
+
+def _origin(salt: str | None) -> int:
+    return hash(("prefix", salt))
+
+
+def _extended(chain: list[int], tokens: Iterable[int]) -> list[int]:
+    """The chain with a digest more for each token, in place."""
+    for token in tokens:
+        chain.append(hash((chain[-1], token)))
+    return chain

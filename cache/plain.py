@@ -6,6 +6,7 @@ The simplest correct cache, and the cold run that every other one is held agains
 from __future__ import annotations
 
 from cache.leases import CacheRequest, Copy, Hit, Lease, Lower, Phase, StepPlan, Wait, WaitReason
+from cache.pools.allocator import Ownership
 from cache.state_cache import StateCache
 
 
@@ -34,7 +35,8 @@ class PlainCache(StateCache):
         for pool, table, pages in zip(
             self.storage.pages, lease.pages, self.storage.pages_for(end), strict=True
         ):
-            table += pool.alloc(pages - len(table))
+            # after a commit of less than its plan a row has more than it needs
+            table += pool.alloc(max(0, pages - len(table)))
         return StepPlan(lease, start, end, lease.pages, tuple(lease.slots))
 
     def _shortage(self, lease: Lease, end: int, first: bool) -> Wait | None:
@@ -63,7 +65,7 @@ class PlainCache(StateCache):
             pool.free(table[pages:])
             del table[pages:]
 
-    def _commit(self, lease: Lease, plan: StepPlan) -> tuple[Copy, ...]:
+    def _commit(self, lease: Lease, plan: StepPlan, last: bool) -> tuple[Copy, ...]:
         return ()
 
     def _release(self, lease: Lease, publish: bool) -> None:
@@ -74,3 +76,14 @@ class PlainCache(StateCache):
             if lease.slots[g]:
                 pool.free([lease.slots[g]])
                 lease.slots[g] = 0
+
+    def _audit(self) -> list[str]:
+        faults = []
+        for pool in self.storage:
+            own = pool.allocator.count(Ownership.FREE) + pool.allocator.count(Ownership.ACTIVE)
+            if own != pool.size:
+                faults.append(f"{pool.size - own} {pool.unit}s are neither active nor free")
+        for lease in self._leases:
+            if lease.phase is Phase.ADMITTED and (any(lease.slots) or any(lease.pages)):
+                faults.append(f"{lease.request.name} holds storage before its first plan")
+        return faults

@@ -13,7 +13,8 @@ blocks) fill in the hooks at the end. One step:
     end_step()                          keys registered in the step become live
 
     finish / abort / preempt (lease)    give everything back; in or between steps
-    clear, stats, audit                 between steps
+    clear                               between steps
+    stats, audit                        at any time
 
 Safe to use: a plan until its commit or cancel; a lease until it ends; nothing of a step after
 end_step but leases. What is handed out may be written by its holder alone, the rest is read-only.
@@ -94,6 +95,16 @@ class StateCache(ABC):
         self._counts: Counter[str] = Counter()
         self._waits: Counter[WaitReason] = Counter()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is open."""
+        return self._in_step
+
+    @property
+    def live_leases(self) -> tuple[Lease, ...]:
+        """Leases that have not ended, oldest first."""
+        return tuple(self._leases)
+
     def begin_step(self) -> None:
         """Open a step. ContractError if one is open."""
         self._require(not self._in_step, "begin_step: the step before it has not ended")
@@ -157,21 +168,27 @@ class StateCache(ABC):
         """The tokens of this plan do not run: give back what it took. Only for plans whose step has
         touched no memory; after a step that failed half way, `preempt` the lease too."""
         lease = plan.lease
+        self._require_ours(lease, "cancel")
         self._require(lease.plan is plan, f"cancel: {lease.request.name} has no such plan")
         self._cancel(plan)
         lease.plan = None
-        if not any(lease.slots) and not any(lease.pages):
+        if not lease.ran:
             lease.phase = Phase.ADMITTED
 
-    def commit(self, lease: Lease, computed: int, appended: Sequence[int] = ()) -> tuple[Copy, ...]:
+    def commit(
+        self, lease: Lease, computed: int, appended: Sequence[int] = (), *, last: bool = False
+    ) -> tuple[Copy, ...]:
         """The plan ran: the first `computed` tokens are in the state, and the ids `appended` (a new
-        sample) are known but not in it. Publishes what became publishable.
+        sample) are known but not in it. Publishes what became publishable; with `last` the request
+        is about to end, and that is left to `finish`.
 
         Changes the lease's boundary, and perhaps its pages and slots. The returned copies are to be
         run at once, in order, before the next commit. Raises ContractError without a plan in
-        flight, ValueError for a boundary outside it.
+        flight, ValueError for a boundary outside it; `computed` below the plan's end is for an
+        executor that left the state there.
         """
-        plan = lease.plan
+        self._require_ours(lease, "commit")
+        plan, appended = lease.plan, list(appended)
         self._require(plan is not None, f"commit {lease.request.name}: no plan is in flight")
         if not plan.start < computed <= plan.end:
             raise ValueError(
@@ -179,22 +196,22 @@ class StateCache(ABC):
                 f"boundary {computed} is not among {plan.start + 1}..{plan.end}"
             )
         self._counts["computed"] += computed - plan.start
-        lease.plan = None
+        lease.plan, lease.ran = None, True
         lease.computed = computed
         lease.tokens.extend(appended)
-        return self._commit(lease, plan)
+        return self._commit(lease, plan, last)
 
     def finish(self, lease: Lease) -> None:
         """The request is done: publish what is worth it, give the rest back."""
-        self._end(lease, "finished", publish=True)
+        self._end(lease, "finish", publish=True)
 
     def abort(self, lease: Lease) -> None:
         """The request is not wanted any more: give back; what was published stays."""
-        self._end(lease, "aborted", publish=False)
+        self._end(lease, "abort", publish=False)
 
     def preempt(self, lease: Lease) -> None:
         """Give the storage to others. The request comes back as a new one with all tokens known."""
-        self._end(lease, "preempted", publish=False)
+        self._end(lease, "preempt", publish=False)
 
     def clear(self) -> None:
         """Forget everything; all indices of all pools are free. ContractError while leases live."""
@@ -210,13 +227,16 @@ class StateCache(ABC):
             tuple(_pool_stats(pool) for pool in self.storage),
             len(self._leases),
             *(count[name] for name in ("steps", "lookups", "joint", "token_hit", "computed")),
-            *(count[name] for name in ("finished", "aborted", "preempted")),
+            *(count[name] for name in ("finish", "abort", "preempt")),
             dict(self._waits),
         )
 
     def audit(self) -> None:
         """Check every invariant that applies; AuditError with all that are violated. O(all)."""
         faults = audit_leases(self.storage, self._leases) + self._audit()
+        if not self._in_step:
+            names = [lease.request.name for lease in self._leases if lease.plan]
+            faults += [f"{name} has a plan in flight, but no step is open" for name in names]
         if faults:
             raise AuditError(faults)
 
@@ -234,7 +254,7 @@ class StateCache(ABC):
     def _cancel(self, plan: StepPlan) -> None: ...
 
     @abstractmethod
-    def _commit(self, lease: Lease, plan: StepPlan) -> tuple[Copy, ...]:
+    def _commit(self, lease: Lease, plan: StepPlan, last: bool) -> tuple[Copy, ...]:
         """lease.computed and lease.tokens are those after the step already."""
 
     @abstractmethod
@@ -267,9 +287,13 @@ class StateCache(ABC):
         self._counts.update(lookups=1, joint=hit.joint, token_hit=hit.token_hit)
 
     def _require_idle(self, lease: Lease, verb: str) -> None:
+        self._require_ours(lease, verb)
+        name = lease.request.name
+        self._require(lease.plan is None, f"{verb} {name}: commit or cancel its plan first")
+
+    def _require_ours(self, lease: Lease, verb: str) -> None:
         name = lease.request.name
         self._require(lease in self._leases, f"{verb} {name}: the lease has ended or is not ours")
-        self._require(lease.plan is None, f"{verb} {name}: commit or cancel its plan first")
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
+from operator import index as plain
 from typing import NamedTuple
 
 
@@ -43,12 +44,16 @@ class Handle(NamedTuple):
 
 
 class Allocator:
-    """Indices 1..size, plain ints, handed out first in, first out. `unit` names them in errors."""
+    """Indices 1..size, plain ints, handed out from the head of a list.
 
-    def __init__(self, size: int, unit: str = "index") -> None:
+    What is given back goes to its tail, or, with newest_first, to its head, in the order given (the
+    engines' allocators of slots and of pages). `unit` names an index in errors.
+    """
+
+    def __init__(self, size: int, unit: str = "index", *, newest_first: bool = False) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one {unit}, got {size}")
-        self.size, self.unit = size, unit
+        self.size, self.unit, self.newest_first = size, unit, newest_first
         self._states = [Ownership.RESERVED]
         self._generations = [0] * (size + 1)
         self._fill()
@@ -85,10 +90,8 @@ class Allocator:
 
     def is_live(self, handle: Handle) -> bool:
         """False once the index has been given back, even if it is in use again by another."""
-        return (
-            self._generations[handle.index] == handle.generation
-            and self._states[handle.index] is not Ownership.FREE
-        )
+        free = self.state_of(handle.index) is Ownership.FREE
+        return not free and self._generations[handle.index] == handle.generation
 
     def alloc(self, count: int, state: Ownership = Ownership.ACTIVE) -> list[int] | None:
         """`count` indices from the head of the free list, or None, and then nothing is taken."""
@@ -114,12 +117,12 @@ class Allocator:
         self._arrow("land", indices, (Ownership.INFLIGHT,), state)
 
     def free(self, indices: Iterable[int]) -> list[int]:
-        """active, tracked or inflight → free, at the tail. Returns them; OwnershipError for a
+        """active, tracked or inflight → free. Returns them; OwnershipError for a
         double free, for a cached index, for the reserved one."""
         return self._give_back("free", indices, PRIVATE)
 
     def evict(self, indices: Iterable[int]) -> list[int]:
-        """cached → free, at the tail."""
+        """cached → free."""
         return self._give_back("evict", indices, (Ownership.CACHED,))
 
     def clear(self) -> None:
@@ -137,8 +140,10 @@ class Allocator:
         marked = {i for i, state in enumerate(self._states) if state is Ownership.FREE}
         if free != marked:
             faults.append(f"I-10: {self.unit} in free list or free, not both: {free ^ marked}")
-        if self._states[0] is not Ownership.RESERVED or 0 in free:
+        if self._states[0] is not Ownership.RESERVED:
             faults.append(f"I-11: {self.unit} 0 is {self._states[0]}, not reserved")
+        if 0 in free:
+            faults.append(f"I-11: {self.unit} 0 is in the free list")
         recount = {state: self._states.count(state) for state in Ownership}
         if recount != self._counts:
             faults.append(f"I-10: {self.unit} counts {self._counts} against a recount {recount}")
@@ -150,13 +155,17 @@ class Allocator:
         given = self._arrow(verb, indices, allowed, Ownership.FREE)
         for index in given:
             self._generations[index] += 1
-        self._free.extend(given)
+        if self.newest_first:
+            self._free.extendleft(reversed(given))
+        else:
+            self._free.extend(given)
         return given
 
     def _arrow(
         self, verb: str, indices: Iterable[int], allowed: tuple[Ownership, ...], state: Ownership
     ) -> list[int]:
-        moved = list(indices)
+        # an element of a tensor is a view of it and unequal to its twin: not to be kept (BR-82)
+        moved = [plain(index) for index in indices]
         for index in moved:
             if self.state_of(index) not in allowed:
                 raise OwnershipError(

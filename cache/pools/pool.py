@@ -21,8 +21,10 @@ class Pool:
     """Indices 1..size and their memory.
 
     unit: "page" or "slot". unit_bytes: bytes of one index. tensors: memory indexed by axis 1, of
-    size+1; none at all for executors that only account. poison: memory is NaN whenever it is free,
-    so that whoever reads it unwritten, or writes it after giving it back, is found out.
+    size+1; none at all for executors that only account. newest_first: see `Allocator`.
+    poison: memory is NaN whenever it is free, so that whoever reads it unwritten, or writes it
+    after giving it back, is found out.
+    ValueError for tensors that are not unit_bytes an index: what is accounted is what is there.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Pool:
         tensors: Sequence[Tensor] = (),
         *,
         poison: bool = False,
+        newest_first: bool = False,
     ) -> None:
         for tensor in tensors:
             if tensor.dim() < 2 or tensor.shape[1] != size + 1:
@@ -40,7 +43,10 @@ class Pool:
                     f"memory of {size} {unit}s must have {size + 1} entries on axis 1, got "
                     f"{[*tensor.shape]}"
                 )
-        self.allocator = Allocator(size, unit)
+        held = sum(tensor[:, :1].nbytes for tensor in tensors)
+        if tensors and held != unit_bytes:
+            raise ValueError(f"a {unit} counts {unit_bytes:,} bytes, but its memory is {held:,}")
+        self.allocator = Allocator(size, unit, newest_first=newest_first)
         self.unit_bytes = unit_bytes
         self.tensors = tuple(tensors)
         self.poison = poison
@@ -90,9 +96,9 @@ class Pool:
         """The allocator's audit; with poison, also that free memory was left alone (I-13, I-17)."""
         faults = self.allocator.audit()
         if self.poison:
-            free = list(self.allocator.free_order())
+            free = [i for i in self.allocator.free_order() if 0 < i <= self.size]
             for tensor in self.tensors:
-                touched = ~tensor[:, free].isnan().flatten(2).all(-1).all(0)
+                touched = ~tensor[:, free].isnan().transpose(0, 1).flatten(1).all(1)
                 faults += [
                     f"I-13: {self.unit} {free[i]} was written while it was free"
                     for i in touched.nonzero().flatten().tolist()

@@ -44,6 +44,8 @@ class Storage:
                 f"each of the {len(self.pages)} attention groups needs a page of at least one "
                 f"token, got {self.page_tokens}"
             )
+        if len({*map(id, self)}) != len(self.pages) + len(self.states):
+            raise ValueError("each group needs a pool of its own: one is named twice")
 
     def __iter__(self) -> Iterator[Pool]:
         return iter((*self.pages, *self.states))
@@ -61,11 +63,13 @@ def one_of_each(
     latent: Tensor | None = None,
     states: Sequence[Tensor] = (),
     poison: bool = False,
+    newest_page_first: bool = False,
 ) -> Storage:
     """The storage of a model with one attention and one state group, on tensors or without."""
     rows = () if latent is None else (latent,)
+    reuse = dict(poison=poison, newest_first=newest_page_first)
     return Storage(
-        (Pool(num_pages, "page", sizes.page_bytes, rows, poison=poison),),
+        (Pool(num_pages, "page", sizes.page_bytes, rows, **reuse),),
         (sizes.page,),
         (Pool(num_slots, "slot", sizes.slot_bytes, states, poison=poison),),
     )
@@ -77,12 +81,15 @@ def counts_within(
     """(slots, pages) that take at most `budget` bytes, their sinks included.
 
     A number that is given stays; the other kind gets what is left. With neither, half of the bytes
-    go to each kind, and what slots cannot use goes to pages: at break-even (slot_bytes / row_bytes
-    tokens a request) the two kinds fill up together. Raises ValueError if not one of each fits.
+    go to each kind that costs any, less to slots where no page would fit otherwise, and what slots
+    cannot use goes to pages: at break-even (slot_bytes / row_bytes tokens a request) the two kinds
+    fill up together. Raises ValueError if not one of each fits.
     """
     slot, page = sizes.slot_bytes, sizes.page_bytes
     if num_slots is None and num_pages is None:
-        num_slots = max(1, budget // 2 // slot - 1) if slot else WEIGHTLESS
+        share = budget // 2 if page else budget
+        share = min(share, budget - 2 * page)  # one page and its sink must fit beside them
+        num_slots = max(1, share // slot - 1) if slot else WEIGHTLESS
     if num_slots is None:
         num_slots = (budget - (num_pages + 1) * page) // slot - 1 if slot else WEIGHTLESS
     if num_pages is None:

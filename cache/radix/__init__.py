@@ -1,0 +1,1 @@
+"""SGLang's manager: a radix tree of latent pages with sparse checkpoints of the KDA state."""

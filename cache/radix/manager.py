@@ -1,0 +1,377 @@
+"""RadixCache: a prefix tree of latent pages with sparse checkpoints, behind the contract.
+
+A hit pins its node, takes a private slot and queues the one copy that initialises it (copy on
+write); its latent pages are shared, and the request's own begin behind them. What is published goes
+into the tree by moving indices (donate), never bytes, and the row goes on over the tree's pages.
+
+Which boundaries are kept (decision 22), all absolute:
+
+    prefill   the last grid boundary of each piece, the last one that a resend could use (prompt
+              end), the junction where others part from the prompt, and those that the caller names
+    decode    every `interval`, the newest of which is published when the request finishes
+
+A checkpoint is never worth waiting for: without a free slot it is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cache.boundaries import Grids, floored, grids, junction_above
+from cache.leases import (
+    CacheRequest,
+    Copy,
+    CopyKind,
+    ExportTo,
+    Hit,
+    Lease,
+    Lower,
+    Phase,
+    StepPlan,
+    Wait,
+    WaitReason,
+)
+from cache.pools.allocator import Ownership
+from cache.pools.storage import Storage
+from cache.radix.audit import audit_tree
+from cache.radix.node import Receipt
+from cache.radix.strategy import Strategy, Tracker
+from cache.radix.tree import Inserted, Match, RadixTree
+from cache.state_cache import StateCache
+
+
+@dataclass(eq=False, kw_only=True)
+class RadixLease(Lease):
+    """tracker: snapshots of decode. receipt: the lock on what is shared, whose pages are the first
+    `published` tokens of the row. copies: what initialises the slot, until a plan carries it.
+    exported: boundaries and slots that the plan in flight keeps.
+    """
+
+    tracker: Tracker
+    named: tuple[int, ...] = ()  # boundaries that the caller named, floored to pages
+    receipt: Receipt | None = None
+    published: int = 0
+    copies: tuple[Copy, ...] = ()
+    exported: tuple[tuple[int, int], ...] = field(default=())
+    stale: bool = False  # waited with its first plan: the next one looks up again
+
+    @property
+    def decodes(self) -> bool:
+        """All tokens that it came with are in the state."""
+        return self.computed >= len(self.request.ids)
+
+
+class RadixCache(StateCache):
+    """One attention group, one state group.
+
+    strategy     whose tracked slots decode uses
+    state_chunk  spacing of checkpoints in prefill; interval: in decode, None for as dense as pages
+                 and kernel allow
+    path_cap     states on one path, None for no cap
+    reuse        False: nothing is kept
+    Raises ValueError for a strategy that does not go with the page, or sizes out of range.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        export_alignment: int = 1,
+        strategy: Strategy | str = Strategy.EXTRA_BUFFER,
+        state_chunk: int = 64,
+        interval: int | None = None,
+        path_cap: int | None = None,
+        reuse: bool = True,
+    ) -> None:
+        super().__init__(storage, export_alignment=export_alignment)
+        if len(storage.pages) != 1 or len(storage.states) != 1:
+            raise ValueError(
+                "the radix manager has one attention and one state group, got "
+                f"{len(storage.pages)} and {len(storage.states)}"
+            )
+        self._kv, self._slots = storage.pages[0], storage.states[0]
+        self.page = storage.page_tokens[0]
+        self.strategy, self.reuse = Strategy(strategy), reuse
+        if self.strategy is Strategy.NO_BUFFER and self.page != 1:
+            raise ValueError(
+                f"strategy {self.strategy} publishes states at any boundary and needs pages of one "
+                f"token, got {self.page}"
+            )
+        self.unit = math.lcm(self.page, export_alignment)  # where a piece can always export
+        self.grids: Grids = grids(state_chunk, self.page, interval or self.unit)
+        self.decode_grid = self.unit if interval is None else math.lcm(self.unit, interval)
+        self.tree = RadixTree(self._kv, self.page, self._slots, path_cap)
+        self._lower: Counter[Lower] = Counter()
+
+    # look-up
+
+    def _lookup(self, request: CacheRequest) -> Hit:
+        limit = self._limit(request)
+        return self.hit_of(self.tree.peek(request.ids[:limit], request.salt), limit)
+
+    def _limit(self, request: CacheRequest) -> int:
+        """Tokens that may be read: one must run to give logits (I-03)."""
+        if request.skip_read or not self.reuse:
+            return 0
+        last = len(request.ids) - 1
+        return last if request.key_cap is None else max(0, min(last, request.key_cap))
+
+    def hit_of(self, match: Match, limit: int) -> Hit:
+        """What a match of a key of `limit` tokens means for a request."""
+        junction = junction_above(match.kv_depth, match.depth, self._junction_unit)
+        return Hit(match.depth, match.kv_depth, junction, self._why(match, limit))
+
+    @property
+    def _junction_unit(self) -> int:
+        return self.unit
+
+    def _why(self, match: Match, limit: int) -> Lower:
+        """Why the joint boundary is not higher (decision 32)."""
+        if not limit:
+            return Lower.NO_REUSE
+        if match.kv_depth > match.depth:
+            return Lower.EVICTED if match.lost else Lower.NO_CHECKPOINT
+        if match.depth < floored(limit, self.page):
+            return Lower.UNKNOWN
+        return Lower.CAP if match.depth == limit else Lower.GRID
+
+    def _admit(self, request: CacheRequest) -> RadixLease | Wait:
+        named = (floored(boundary, self.page) for boundary in request.checkpoint_at)
+        lease = RadixLease(
+            request,
+            Hit(),
+            ([],),
+            [0],
+            tracker=self._new_tracker(),
+            named=tuple(sorted({boundary for boundary in named if boundary > 0})),
+        )
+        return self._restore(lease) or lease
+
+    def _restore(self, lease: RadixLease) -> Wait | None:
+        """Look up, pin, and on a hit take the private slot with its one initialiser (I-07)."""
+        limit = self._limit(lease.request)
+        match = self.tree.match(lease.request.ids[:limit], lease.request.salt)
+        lease.hit, lease.stale = self.hit_of(match, limit), False
+        if not match.depth:
+            return None
+        lease.receipt = self.tree.lock(match.node)  # the source stays until the copy has run (I-14)
+        if not self.tree.make_room(slots=1):
+            self._forget(lease)
+            return Wait(WaitReason.SLOTS, 1, self._slots.free_count)
+        lease.slots[0] = self._slots.alloc(1)[0]
+        lease.copies = (Copy(CopyKind.STATE, 0, match.node.state, lease.slots[0]),)
+        lease.pages[0][:] = match.pages
+        lease.computed = lease.published = match.depth
+        return None
+
+    # one piece
+
+    def _plan(self, lease: RadixLease, want: int, max_chunk: int | None) -> StepPlan | Wait:
+        first = lease.phase is Phase.ADMITTED
+        if first and lease.stale and (wait := self._restore(lease)):
+            return wait
+        start = lease.computed
+        end = self._end_of_piece(lease, min(want, max_chunk or want), max_chunk)
+        if end == start:
+            return self._give_up(lease, Wait(WaitReason.CHUNK, self.page, min(want, self.page)))
+        wait = self._take_storage(lease, end, first)
+        if wait is not None:
+            return self._give_up(lease, wait)
+        if lease.decodes:
+            lease.tracker.before_decode(end, self.decode_grid, self._acquire)
+            exports: tuple[ExportTo, ...] = ()
+        else:
+            exports = self._exports(lease, start, end)
+        copies, lease.copies = lease.copies, ()
+        return StepPlan(lease, start, end, lease.pages, tuple(lease.slots), copies, exports)
+
+    def _end_of_piece(self, lease: RadixLease, want: int, max_chunk: int | None) -> int:
+        """A cut falls on a unit, or on a page, if it can; and a piece ends at a boundary that is to
+        be kept but cannot be exported from inside of it."""
+        start, known = lease.computed, len(lease.tokens)
+        end = min(start + want, known)
+        if end < known:
+            end = next((e for u in (self.unit, self.page) if (e := floored(end, u)) > start), end)
+        for boundary in self._wanted(lease):
+            if start < boundary < end and (boundary - start) % self.export_alignment:
+                return boundary
+        return end
+
+    def _wanted(self, lease: RadixLease) -> list[int]:
+        """Boundaries of the prompt that others will want to resume from, ascending."""
+        if not self.reuse or lease.decodes:
+            return []
+        prompt_end = floored(len(lease.request.ids) - 1, self.unit)
+        junction = () if lease.hit.junction is None else (lease.hit.junction,)
+        return sorted({prompt_end, *junction, *lease.named})
+
+    def _take_storage(self, lease: RadixLease, end: int, first: bool) -> Wait | None:
+        """Pages and, for a first piece, slots: all that it takes or nothing."""
+        pages = max(0, -(-end // self.page) - len(lease.pages[0]))
+        room = pages
+        if first and lease.request.must_fit:
+            room = max(pages, -(-len(lease.tokens) // self.page) - len(lease.pages[0]))
+        active = int(not lease.slots[0])
+        tracked = self._tracked_at_once if first else 0
+        if not self.tree.make_room(pages=room, slots=active + tracked):
+            if self._kv.free_count < room:
+                return Wait(WaitReason.PAGES, room, self._kv.free_count)
+            return Wait(WaitReason.SLOTS, active + tracked, self._slots.free_count)
+        if active:
+            lease.slots[0] = self._slots.alloc(1)[0]
+        if tracked:
+            lease.tracker.slots = self._slots.alloc(tracked, Ownership.TRACKED)
+        lease.pages[0].extend(self._kv.alloc(pages))
+        return None
+
+    @property
+    def _tracked_at_once(self) -> int:
+        """Tracked slots that a request must have before it starts."""
+        return 0
+
+    def _acquire(self) -> int | None:
+        """A slot for a checkpoint, if one may be had without hurting anybody."""
+        if not self.tree.make_room(slots=1):
+            return None
+        return self._slots.alloc(1, Ownership.TRACKED)[0]
+
+    def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
+        """States to keep from inside the piece, the most wanted first to get a slot."""
+        if not self.reuse:
+            return ()
+        tail = floored(end, self.grids.checkpoint)
+        chosen = dict.fromkeys((*self._wanted(lease)[::-1], tail))
+        for boundary in chosen:
+            inside = start < boundary <= end
+            exportable = (boundary - start) % self.export_alignment == 0 or boundary == end
+            if inside and exportable and (slot := self._acquire()) is not None:
+                lease.exported += ((boundary, slot),)
+        lease.exported = tuple(sorted(lease.exported))
+        return tuple(ExportTo(boundary - start, (slot,)) for boundary, slot in lease.exported)
+
+    def _give_up(self, lease: RadixLease, wait: Wait) -> Wait:
+        if lease.phase is Phase.ADMITTED:
+            self._forget(lease)
+        return wait
+
+    def _cancel(self, plan: StepPlan) -> None:
+        lease: RadixLease = plan.lease
+        lease.tracker.undo(self._slots)
+        self._slots.free([slot for _, slot in lease.exported])
+        lease.exported = ()
+        if not lease.ran:  # as after admit: what was hit stays, the rest was the plan's
+            self._slots.free(lease.tracker.slots)
+            lease.tracker.slots.clear()
+            lease.copies = plan.copies
+            if not lease.copies:
+                self._slots.free(lease.slots)
+                lease.slots[0] = 0
+        keep = -(-plan.start // self.page)
+        self._kv.free(lease.pages[0][keep:])
+        del lease.pages[0][keep:]
+
+    def _commit(self, lease: RadixLease, plan: StepPlan, last: bool) -> tuple[Copy, ...]:
+        if plan.start >= len(lease.request.ids):
+            return lease.tracker.after_decode(lease.computed, lease.slots[0], self._slots)
+        return self._publish_piece(lease, last)
+
+    # publication (serving 3.9)
+
+    def _publish_piece(self, lease: RadixLease, last: bool) -> tuple[Copy, ...]:
+        """What a piece of prefill has exported; without a buffer also the state it ended with."""
+        exported, lease.exported = lease.exported, ()
+        for boundary, slot in exported:
+            if boundary > lease.computed:  # the executor stopped before it
+                self._slots.free([slot])
+            else:
+                self._publish(lease, boundary, slot)
+        if self.strategy is Strategy.NO_BUFFER and not last:
+            return self._publish_copy(lease)
+        return ()
+
+    def _publish_copy(self, lease: RadixLease) -> tuple[Copy, ...]:
+        """A copy of the state that the request goes on with, at the boundary it is at."""
+        if not self.reuse or lease.computed == lease.published or not self.tree.make_room(slots=1):
+            return ()
+        spare = self._slots.alloc(1)[0]
+        if self._publish(lease, lease.computed, spare).refused:
+            return ()
+        return (Copy(CopyKind.STATE, 0, lease.slots[0], spare),)
+
+    def _publish(self, lease: RadixLease, boundary: int, slot: int) -> Inserted:
+        """Give pages and a state to the tree and go on over the tree's pages. A state that is there
+        already stays, and ours is freed (I-16)."""
+        done = self._insert(lease, boundary, slot)
+        if done.refused:
+            self._slots.free([slot])
+        count = done.node.depth // self.page
+        lease.pages[0][:count] = self.tree.pages_of(done.node)
+        self._unlock(lease)
+        lease.receipt = self.tree.lock(done.node)
+        lease.published = done.node.depth
+        return done
+
+    def _insert(self, lease: RadixLease, boundary: int, slot: int) -> Inserted:
+        return self.tree.insert(
+            lease.tokens[:boundary],
+            lease.pages[0],
+            slot,
+            owned=lease.published,
+            salt=lease.request.salt,
+        )
+
+    def _to_publish(self, lease: RadixLease) -> tuple[int, int]:
+        """Boundary and slot that a finished request leaves behind; boundary 0 for none."""
+        if self.strategy is Strategy.NO_BUFFER:
+            return lease.computed, lease.slots[0]
+        return lease.tracker.to_publish(lease.computed)
+
+    def _release(self, lease: RadixLease, publish: bool) -> None:
+        given = None
+        if publish and self.reuse and lease.ran:
+            boundary, slot = self._to_publish(lease)
+            if boundary > lease.published or (boundary and self._publishes_again):
+                done = self._insert(lease, boundary, slot)
+                lease.published = max(lease.published, done.node.depth)
+                given = None if done.refused else slot
+        self._slots.free(
+            slot for slot in (*lease.slots, *lease.tracker.slots) if slot and slot != given
+        )
+        self._kv.free(lease.pages[0][lease.published // self.page :])
+        self._unlock(lease)
+        lease.pages[0].clear()
+        lease.slots[0], lease.copies = 0, ()
+        lease.tracker = self._new_tracker()
+
+    _publishes_again = False  # whether finishing inserts what has been published before
+
+    def _forget(self, lease: RadixLease) -> None:
+        """A lease that has not run: give back all, and look up again with its next plan."""
+        self._release(lease, publish=False)
+        lease.stale, lease.hit = True, Hit()
+        lease.computed = lease.published = 0
+
+    def _unlock(self, lease: RadixLease) -> None:
+        if lease.receipt is not None:
+            self.tree.unlock(lease.receipt)
+            lease.receipt = None
+
+    def _new_tracker(self) -> Tracker:
+        limits = {Strategy.NO_BUFFER: 0, Strategy.EXTRA_BUFFER: 2, Strategy.LAZY: 1}
+        limit = limits[self.strategy] if self.reuse else 0
+        return Tracker(limit, lazy=self.strategy is Strategy.LAZY)
+
+    def _clear(self) -> None:
+        self.tree.reset()
+        super()._clear()
+
+    def _count_hit(self, hit: Hit) -> None:
+        super()._count_hit(hit)
+        self._lower[hit.lower] += 1
+
+    # books
+
+    def _audit(self) -> list[str]:
+        return audit_tree(self.tree, self._leases)

@@ -1,0 +1,85 @@
+"""SGLang's own rules for the radix manager, to the letter (compat="sglang").
+
+Against ours: a request takes its tracked slots before it starts; a piece keeps one state, on a grid
+counted from the piece's own start, and a junction takes its place instead of joining it; that state
+goes through a tracked slot, which is given away for a fresh one; cuts fall on pages, or wait.
+"""
+
+from __future__ import annotations
+
+from cache.boundaries import floored, piece_checkpoint
+from cache.leases import Copy, ExportTo
+from cache.pools.allocator import Ownership
+from cache.pools.storage import Storage
+from cache.radix.manager import RadixCache, RadixLease
+from cache.radix.strategy import Strategy, Tracker
+
+INTERVAL = 256  # the engine's default spacing of snapshots in decode
+
+
+class SGLangCache(RadixCache):
+    """two_tracks: False for the engine without overlap scheduling. Other arguments, errors: as
+    `RadixCache`."""
+
+    _publishes_again = True
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        interval: int | None = None,
+        two_tracks: bool = True,
+        **arguments,
+    ) -> None:
+        self._two_tracks = two_tracks
+        super().__init__(storage, interval=interval or INTERVAL, **arguments)
+        self.decode_grid = self.grids.track
+
+    @property
+    def _junction_unit(self) -> int:
+        return self.grids.checkpoint
+
+    @property
+    def _tracked_at_once(self) -> int:
+        return self._new_tracker().limit
+
+    def _new_tracker(self) -> Tracker:
+        tracker = super()._new_tracker()
+        tracker.limit = min(tracker.limit, 2 if self._two_tracks else 1)
+        return tracker
+
+    def _end_of_piece(self, lease: RadixLease, want: int, max_chunk: int | None) -> int:
+        start, known = lease.computed, len(lease.tokens)
+        end = min(start + want, known)
+        if end == known or (max_chunk is not None and max_chunk < self.page):
+            return end
+        return max(start, floored(end, self.page))
+
+    def _acquire(self) -> int | None:
+        """Never at the cost of what is cached."""
+        spare = self._slots.alloc(1, Ownership.TRACKED)
+        return spare and spare[0]
+
+    def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
+        tracker = lease.tracker
+        if not tracker.limit:
+            return ()
+        tracker.pending = piece_checkpoint(start, end, self.grids, lease.hit.junction)
+        if tracker.pending is None:
+            return ()
+        return (ExportTo(tracker.pending - start, (tracker.target,)),)
+
+    def _publish_piece(self, lease: RadixLease, last: bool) -> tuple[Copy, ...]:
+        tracker = lease.tracker
+        if self.strategy is Strategy.NO_BUFFER:
+            return () if last else self._publish_copy(lease)
+        kept, tracker.pending = tracker.pending, None
+        if kept is not None and kept <= lease.computed:
+            tracker.keep_at(kept)
+        # its replacement comes before a slot is given (I-15); without one nothing is published
+        if last or tracker.last is None or not self.tree.make_room(slots=1):
+            return ()
+        spare = self._slots.alloc(1, Ownership.TRACKED)[0]
+        self._publish(lease, tracker.last, tracker.swap(spare))
+        tracker.forget()
+        return ()

@@ -1,0 +1,363 @@
+"""The radix tree: which prefixes have latent pages, and at which boundaries a state (serving 3.4).
+
+    match    walk, split where the key ends inside an edge, find the deepest state on the way
+    insert   add pages and a state at the end of a key; what is there already is given back
+    lock     KV of the path, state of the node; evictions pass locked ones by
+    evict    KV leaf by leaf; a state alone where something hangs below it (tombstone)
+
+The tree owns the indices that it holds: pages and slots are `cached` from insert to eviction.
+Every operation costs O(length of the key), an eviction O(log nodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from cache.pools.allocator import OwnershipError
+from cache.pools.pool import Pool
+from cache.radix import key as keys
+from cache.radix.node import Node, Receipt
+from cache.radix.recency import LeafOrder, StateOrder
+
+
+class Match(NamedTuple):
+    """What a walk found. node: the deepest with pages and a state, the root if there is none; its
+    depth is the joint boundary. kv_depth: how far pages alone reach. lost: a node on the way beyond
+    has had a state and lost it."""
+
+    node: Node
+    kv_depth: int
+    pages: list[int]  # of the path down to `node`
+    lost: bool
+
+    @property
+    def depth(self) -> int:
+        return self.node.depth
+
+
+class Inserted(NamedTuple):
+    """node: the end of the key. already: tokens the tree had before. refused: it has a state there
+    already, and the caller keeps the one it brought."""
+
+    node: Node
+    already: int
+    refused: bool
+
+
+class Freed(NamedTuple):
+    """What an eviction gave back, side effects included."""
+
+    tokens: int
+    states: int
+
+    def __add__(self, other: Freed) -> Freed:
+        return Freed(self.tokens + other.tokens, self.states + other.states)
+
+
+NOTHING = Freed(0, 0)
+
+
+class Ledger(NamedTuple):
+    """Tokens and states that may be evicted, and those that a lock protects."""
+
+    kv_evictable: int
+    kv_protected: int
+    state_evictable: int
+    state_protected: int
+
+
+class RadixTree:
+    """Over a page pool with `page` rows a page and a state pool.
+
+    path_cap: states on one path from the root, None for no cap.
+    """
+
+    def __init__(self, pages: Pool, page: int, states: Pool, path_cap: int | None = None) -> None:
+        if path_cap is not None and path_cap < 1:
+            raise ValueError(f"states per path must be at least 1 or without a cap, got {path_cap}")
+        self.page, self.path_cap = page, path_cap
+        self.pages_pool, self.states_pool = pages, states
+        self._page_bytes = page * keys.WIDTH
+        self._start()
+
+    def reset(self) -> None:
+        """Forget every node, lock and receipt. Frees nothing: the pools are to be cleared, too."""
+        self._start()
+
+    def _start(self) -> None:
+        self.root = Node(None, b"", 0, [], None)
+        self.leaves = LeafOrder()
+        self.state_order = StateOrder()
+        self._clock = 0
+        self.receipts: set[Receipt] = set()
+        self._kv_total = self._kv_protected = self._state_protected = 0
+
+    # look-up
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> Match:
+        """The longest usable prefix of `tokens` (floored to pages).
+
+        May split an edge; refreshes the pages of the path to the found node, deepest newest, and of
+        what is below a fresh split, and the state of the found node alone (I-28).
+        """
+        path, kv_depth = self._walk(self._key(tokens), salt)
+        best = _deepest_state(path, self.root)
+        self._touch(reversed([*best.path()]))
+        if best.state is not None:
+            self.state_order.touch(best)
+        return Match(best, kv_depth, self.pages_of(best), _lost_beyond(best, path))
+
+    def peek(self, tokens: Sequence[int], salt: str | None = None) -> Match:
+        """As `match`, changing nothing."""
+        path, kv_depth = self._walk(self._key(tokens), salt, split=False)
+        best = _deepest_state(path, self.root)
+        return Match(best, kv_depth, self.pages_of(best), _lost_beyond(best, path))
+
+    def pages_of(self, node: Node) -> list[int]:
+        """Pages from the root to the end of a node."""
+        parts = [part.pages for part in node.path()]
+        return [page for pages in reversed(parts) for page in pages]
+
+    # growth
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        state: int,
+        *,
+        owned: int = 0,
+        salt: str | None = None,
+    ) -> Inserted:
+        """Pages and the state after the last of `tokens`, which is floored to pages (I-21, I-23).
+
+        pages: one for each page of tokens, of which those of the first `owned` tokens are the
+        tree's own already; the others are the caller's and become the tree's, or, where it has
+        those rows, are freed. state: a slot of the caller's, which becomes the tree's unless it is
+        refused. A node that had lost its state is filled again; states beyond the path cap go.
+        Raises ValueError for too few pages, before anything is changed.
+        """
+        key = self._key(tokens)
+        count = len(key) // self._page_bytes
+        if len(pages) < count:
+            raise ValueError(f"{count} pages of tokens came with {len(pages)} pages of rows")
+        if not key:
+            return Inserted(self.root, 0, refused=True)
+        path, already = self._walk(key, salt)
+        self._touch(path)
+        shared = already // self.page
+        for part in path:
+            first = max(owned, part.depth - keys.length(part.key))
+            self.pages_pool.free(pages[first // self.page : part.depth // self.page])
+        node = path[-1] if path else self.root
+        if shared < count:
+            node = self._grow(node, key[shared * self._page_bytes :], pages[shared:count], salt)
+        refused = node.state is not None
+        if not refused:
+            self.states_pool.allocator.donate([state])
+            node.state, node.lost = state, False
+        self.state_order.touch(node)
+        self._apply_path_cap(node)
+        return Inserted(node, already, refused)
+
+    def _grow(self, parent: Node, key: bytes, pages: Sequence[int], salt: str | None) -> Node:
+        self.pages_pool.allocator.donate(pages)
+        node = Node(parent, key, parent.depth + keys.length(key), [*pages], salt)
+        parent.children[self._filed_under(parent, key, salt)] = node
+        self._kv_total += keys.length(key)
+        self._touch([node])
+        self.leaves.update(parent)
+        return node
+
+    def _apply_path_cap(self, tail: Node) -> None:
+        """States of a long path thin out from the root; forks and what is in use are spared."""
+        if self.path_cap is None:
+            return
+        holders = [node for node in tail.path() if node.state is not None]
+        excess = len(holders) - self.path_cap
+        for node in reversed(holders):
+            if excess <= 0:
+                return
+            if node is not tail and len(node.children) == 1 and not node.state_locks:
+                self._drop_state(node)
+                excess -= 1
+
+    # locks
+
+    def lock(self, node: Node, *, state: bool = True) -> Receipt:
+        """Keep the pages of the path to `node`, and its state if it has one and `state` is wanted,
+        until `unlock`."""
+        receipt = Receipt(node, state and node.state is not None)
+        for part in node.path():
+            if not part.kv_locks:
+                self._kv_protected += keys.length(part.key)
+            part.kv_locks += 1
+            self.leaves.update(part)
+        if receipt.state:
+            self._state_protected += not node.state_locks
+            node.state_locks += 1
+        self.receipts.add(receipt)
+        return receipt
+
+    def unlock(self, receipt: Receipt) -> None:
+        """Undo exactly one lock. OwnershipError if it has been undone."""
+        if receipt not in self.receipts:
+            raise OwnershipError(f"unlock: the lock at {receipt.node.depth} has been undone before")
+        self.receipts.remove(receipt)
+        node = receipt.node
+        if receipt.state:
+            node.state_locks -= 1
+            self._state_protected -= not node.state_locks
+        for part in node.path():
+            part.kv_locks -= 1
+            if not part.kv_locks:
+                self._kv_protected -= keys.length(part.key)
+            self.leaves.update(part)
+
+    # eviction
+
+    def evict_kv(self, tokens: int) -> Freed:
+        """At least so many tokens' pages, leaf by leaf, states with them; less if all is locked."""
+        freed = NOTHING
+        while freed.tokens < tokens and (leaf := self.leaves.oldest()) is not None:
+            freed += self._delete(leaf)
+        return freed
+
+    def evict_states(self, count: int) -> Freed:
+        """At least so many states, least recently used first: an unlocked leaf goes with its pages,
+        any other node becomes a tombstone."""
+        freed = NOTHING
+        while freed.states < count and (node := self.state_order.oldest()) is not None:
+            if node in self.leaves:
+                freed += self._delete(node)
+            else:
+                self._drop_state(node)
+                freed += Freed(0, 1)
+        return freed
+
+    def make_room(self, pages: int = 0, slots: int = 0) -> bool:
+        """Evict until so many pages and slots are free, no more than it takes, pages first. False,
+        and nothing is evicted, if locks prevent it."""
+        ledger = self.ledger()
+        if (
+            self.pages_pool.free_count + ledger.kv_evictable // self.page < pages
+            or self.states_pool.free_count + ledger.state_evictable < slots
+        ):
+            return False
+        while self.pages_pool.free_count < pages:
+            self._delete(self.leaves.oldest())
+        while self.states_pool.free_count < slots:
+            self.evict_states(1)
+        return True
+
+    def _delete(self, leaf: Node) -> Freed:
+        states = int(leaf.state is not None)
+        if states:
+            self._drop_state(leaf)
+        self.pages_pool.evict(leaf.pages)
+        self._kv_total -= keys.length(leaf.key)
+        parent = leaf.parent
+        del parent.children[self.filed_under(leaf)]
+        leaf.parent = None
+        self.leaves.update(leaf)
+        self.leaves.update(parent)
+        return Freed(keys.length(leaf.key), states)
+
+    def _drop_state(self, node: Node) -> None:
+        self.states_pool.evict([node.state])
+        node.state, node.lost = None, True
+        self.state_order.discard(node)
+
+    # books
+
+    def ledger(self) -> Ledger:
+        """The four amounts (I-27), kept along."""
+        return Ledger(
+            self._kv_total - self._kv_protected,
+            self._kv_protected,
+            len(self.state_order) - self._state_protected,
+            self._state_protected,
+        )
+
+    def nodes(self) -> Iterator[Node]:
+        """All but the root, parents first, children by salt and tokens."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if not node.is_root:
+                yield node
+            stack += sorted(
+                node.children.values(),
+                key=lambda n: (n.salt or "", keys.decode(n.key)),
+                reverse=True,
+            )
+
+    # walking
+
+    def _key(self, tokens: Sequence[int]) -> bytes:
+        return keys.encode(tokens[: len(tokens) // self.page * self.page])
+
+    def filed_under(self, node: Node) -> object:
+        """The name of a node among its parent's children."""
+        return self._filed_under(node.parent, node.key, node.salt)
+
+    def _filed_under(self, parent: Node, key: bytes, salt: str | None) -> object:
+        """A child is filed under its first page; below the root, under its salt too (I-20)."""
+        first = key[: self._page_bytes]
+        return (salt, first) if parent.is_root else first
+
+    def _walk(self, key: bytes, salt: str | None, split: bool = True) -> tuple[list[Node], int]:
+        """Nodes whose edges the key follows to their ends, and the tokens it follows in all. With
+        `split`, an edge that it leaves on the way is split there, so that the two agree."""
+        node, path, at = self.root, [], 0
+        while at < len(key):
+            first = key[at : at + self._page_bytes]
+            child = node.children.get(self._filed_under(node, first, salt))
+            if child is None:
+                break
+            if key.startswith(child.key, at):
+                at += len(child.key)
+                path.append(child)
+                node = child
+                continue
+            shared = keys.common_pages(child.key, key[at : at + len(child.key)], self._page_bytes)
+            if split:
+                path.append(self._split(child, shared))
+            at += shared * self._page_bytes
+            break
+        return path, at // keys.WIDTH
+
+    def _split(self, lower: Node, pages: int) -> Node:
+        """Put a node after the first `pages` pages of an edge. The state stays at its boundary, in
+        the lower part; the upper part has its locks of pages and none of state (serving 3.5)."""
+        parent, cut = lower.parent, pages * self._page_bytes
+        upper = Node(
+            parent,
+            lower.key[:cut],
+            parent.depth + pages * self.page,
+            lower.pages[:pages],
+            lower.salt,
+        )
+        upper.kv_locks = lower.kv_locks
+        parent.children[self._filed_under(parent, upper.key, upper.salt)] = upper
+        lower.key, lower.pages, lower.parent = lower.key[cut:], lower.pages[pages:], upper
+        upper.children[self._filed_under(upper, lower.key, lower.salt)] = lower
+        self._touch([lower])  # decision 25: the walk has come through both parts
+        upper.used = lower.used
+        return upper
+
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        """In order, the last one newest."""
+        for node in nodes:
+            self._clock += 1
+            node.used = self._clock
+            self.leaves.update(node)
+
+
+def _deepest_state(path: Sequence[Node], root: Node) -> Node:
+    return next((node for node in reversed(path) if node.state is not None), root)
+
+
+def _lost_beyond(best: Node, path: Sequence[Node]) -> bool:
+    return any(node.lost for node in path if node.depth > best.depth)
