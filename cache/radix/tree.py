@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from cache.joint import joint_boundary
 from cache.pools.allocator import OwnershipError
 from cache.pools.pool import Pool
 from cache.radix import key as keys
@@ -102,7 +103,7 @@ class RadixTree:
         what is below a fresh split, and the state of the found node alone (I-28).
         """
         path, kv_depth = self._walk(self._key(tokens), salt)
-        best = _deepest_state(path, self.root)
+        best = self._resumable(path, kv_depth)
         self._touch(reversed([*best.path()]))
         if best.state is not None:
             self.state_order.touch(best)
@@ -111,8 +112,13 @@ class RadixTree:
     def peek(self, tokens: Sequence[int], salt: str | None = None) -> Match:
         """As `match`, changing nothing."""
         path, kv_depth = self._walk(self._key(tokens), salt, split=False)
-        best = _deepest_state(path, self.root)
+        best = self._resumable(path, kv_depth)
         return Match(best, kv_depth, self.pages_of(best), _lost_beyond(best, path))
+
+    def _resumable(self, path: Sequence[Node], kv_depth: int) -> Node:
+        """The node at the joint boundary; the root, at 0, is always legal."""
+        holders = {node.depth: node for node in path if node.state is not None}
+        return holders.get(joint_boundary([kv_depth], [holders], kv_depth), self.root)
 
     def pages_of(self, node: Node) -> list[int]:
         """Pages from the root to the end of a node."""
@@ -353,10 +359,6 @@ class RadixTree:
             self._clock += 1
             node.used = self._clock
             self.leaves.update(node)
-
-
-def _deepest_state(path: Sequence[Node], root: Node) -> Node:
-    return next((node for node in reversed(path) if node.state is not None), root)
 
 
 def _lost_beyond(best: Node, path: Sequence[Node]) -> bool:

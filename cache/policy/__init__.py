@@ -1,0 +1,1 @@
+"""What is worth keeping: prices, and the rules that follow from them."""
