@@ -341,10 +341,10 @@ class Engine:
     def _refuse_if_stuck(self, rows: list[Row]) -> None:
         """Steps in which nothing runs would be a silent loop: who waited first is refused with what
         it waited for."""
-        if rows or self.scheduler.stuck is None:
+        sequence, wait = self.scheduler.stuck or (None, None)
+        if rows or sequence is None or sequence.finish_reason is not None:
             self._idle_steps = 0
             return
-        sequence, wait = self.scheduler.stuck
         self._idle_steps = 0 if wait.reason in PASSING else self._idle_steps + 1
         if self._idle_steps >= PATIENCE:
             sequence.error = (

@@ -66,6 +66,11 @@ class ContractMachine(RuleBasedStateMachine):
         self.driver = Driver(type(self).make_cache, shape)
         self.admitted = self.misused = 0
 
+    @property
+    def rarely(self) -> bool:
+        """For calls that undo: were they as likely as others, nothing would ever get far."""
+        return self.driver.calls % 4 == 0
+
     @precondition(lambda self: not self.driver.in_step)
     @rule(cleared=st.booleans())
     def begin_step(self, cleared: bool) -> None:
@@ -79,7 +84,7 @@ class ContractMachine(RuleBasedStateMachine):
         self.driver.end_step()
 
     @precondition(lambda self: self.driver.in_step and len(self.driver.tokens) < 6)
-    @rule(wish=wishes(), want=few)
+    @rule(wish=wishes(), want=st.sampled_from([0, 1, 3, 5, 40]))
     def admit(self, wish: tuple, want: int) -> None:
         text, length, own, more, options = wish
         length = 1 + (length - 1) % self.longest
@@ -102,12 +107,12 @@ class ContractMachine(RuleBasedStateMachine):
     def plan(self, i: int, want: int, max_chunk: int | None) -> None:
         self.driver.plan(i, want, max_chunk)
 
-    @precondition(lambda self: self.driver.in_step and self.driver.can_plan)
+    @precondition(lambda self: self.driver.in_step and self.driver.can_plan and self.rarely)
     @rule(i=few, want=st.integers(1, 20))
     def plan_in_vain(self, i: int, want: int) -> None:
         self.driver.plan_in_vain(i, want)
 
-    @precondition(lambda self: self.driver.to_run)
+    @precondition(lambda self: self.driver.to_run and self.rarely)
     @rule(i=few)
     def cancel(self, i: int) -> None:
         self.driver.cancel(i)
@@ -128,12 +133,12 @@ class ContractMachine(RuleBasedStateMachine):
     def commit(self, i: int, appended: list[int], last: str | None) -> None:
         self.driver.commit(i, appended, last)
 
-    @precondition(lambda self: self.driver.idle and self.driver.calls % 3 == 0)
+    @precondition(lambda self: self.driver.idle and self.rarely)
     @rule(i=few, how=st.sampled_from(["finish", "abort", "preempt"]))
     def end(self, i: int, how: str) -> None:
         self.driver.end(i, how)
 
-    @precondition(lambda self: self.driver.flying)
+    @precondition(lambda self: self.driver.flying and self.rarely)
     @rule(i=few)
     def fail(self, i: int) -> None:
         self.driver.fail(i)

@@ -16,7 +16,7 @@ from tests.cache.machine import QUICK, machine_of
 from tests.cache.memory import Shape
 
 TIGHT = Shape(pages=((7, 3), (5, 4)), slots=(3,))
-HUNT = settings(QUICK, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+HUNT = settings(QUICK, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
 def live(driver: Driver) -> None:

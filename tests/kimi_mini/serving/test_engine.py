@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from cache import plain, state_cache
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams, preset
+from kimi_mini.serving import engine as engine_module
+from kimi_mini.serving import executor, scheduler, sequence
 from tests.kimi_mini.golden_cases import NAMES, PROMPTS, golden_model, goldens
 from tests.kimi_mini.serving.alone import (
     alone,
@@ -18,6 +21,7 @@ from tests.kimi_mini.serving.alone import (
     small_model,
     stateless,
 )
+from tests.kimi_mini.serving.interrupts import Interrupt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -102,8 +106,8 @@ def test_br08_one_slot_serves_a_short_request_after_a_long_one_as_if_it_were_the
 def test_br77_the_number_of_threads_changes_no_token():
     """nano in float64, with prompts long enough for their products to be shared out."""
     model = KimiForCausalLM.from_config(preset("nano"), seed=1, dtype=torch.float64)
-    prompts = [[5] * 200, [6, 7] * 20]
-    params = [SamplingParams(temperature=0, max_tokens=3), seeded(max_tokens=3)]
+    prompts = [[5, 6] * 70, [7] * 9]
+    params = [SamplingParams(temperature=0, max_tokens=2), seeded(max_tokens=2)]
     one = tokens(Engine(model, state_slots=2, kv_pages=32), prompts, params)
     torch.set_num_threads(2)
     try:
@@ -352,9 +356,9 @@ def test_an_id_taken_between_preparing_and_running_harms_nobody():
     other = engine.add_request([5], GREEDY, prepared.request_id)
     with pytest.raises(ValueError, match="is in use"):
         next(engine.run([prepared]))
-    while engine.has_unfinished:
-        engine.step()
-    assert other.output().outputs[0].finish_reason == "length"
+    told = [delta for _ in range(20) for delta in engine.step()]
+    assert [d.finish_reason for d in told if d.finish_reason] == ["length"]
+    assert not engine.has_unfinished
     assert_same(other.output().outputs[0], alone(prefix_hash, engine.opened, [5], GREEDY))
 
 
@@ -434,6 +438,28 @@ def test_outputs_are_snapshots():
 
 
 # --- figures --------------------------------------------------------------------------------------
+
+
+def test_br70_a_step_runs_as_many_of_our_lines_late_as_early():
+    """Ten tokens deep or two hundred; the first request or the fiftieth. No step opens a page."""
+    engine = small_engine(kv_pages=16, page=16)
+    params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+
+    def lines():
+        counter = Interrupt(-1, [engine_module, executor, scheduler, sequence, plain, state_cache])
+        with counter.watching():
+            engine.step()
+        return counter.lines
+
+    request = engine.add_request([5] * 3, params)
+    by_depth = {len(request.sequences[0].tokens): lines() for _ in range(201)}
+    for _ in range(48):
+        engine.generate([[5]], SamplingParams(max_tokens=1))
+    engine.abort(request.request_id)
+    engine.step()
+    engine.add_request([5] * 3, params)
+    again = [lines() for _ in range(10)]
+    assert by_depth[10] == by_depth[200] == again[-1] > 50
 
 
 def test_the_time_of_the_consumer_is_not_counted():

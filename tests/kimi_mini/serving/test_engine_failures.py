@@ -1,17 +1,17 @@
-"""Steps that fail half way, requests that fail alone, cancellation at any time, memory pressure.
+"""Steps that fail half way, requests that fail alone, cancellation at any time.
 
 Afterwards everybody else has the tokens they get alone, and every pool is full again.
 """
 
 import copy
+import functools
 import gc
-from typing import NamedTuple
+import random
 
 import pytest
 import torch
 
 from cache import state_cache
-from cache.leases import WaitReason
 from cache.state_cache import ContractError
 from kimi_mini import Engine, SamplingParams
 from kimi_mini.serving import engine as engine_module
@@ -30,6 +30,7 @@ from tests.kimi_mini.serving.alone import (
     stateless,
 )
 from tests.kimi_mini.serving.interrupts import Interrupt
+from tests.kimi_mini.serving.mixes import arrivals, assert_as_alone, drive, tight_options
 
 PROMPTS = [[5] * 9, [6], [7] * 17]
 PARAMS = [
@@ -107,6 +108,54 @@ def test_a_step_that_fails_in_the_model_costs_time_and_nothing_else(steps, error
     assert_all_free(engine)
 
 
+def test_any_mix_with_steps_that_fail_at_random_gives_each_request_what_it_gets_alone():
+    """Before the model, within it, or after it; with arrivals, cancellations, memory pressure."""
+    failed = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        if seed < 3:
+            engine = Engine(small_model(), poison=True, audit=True, **tight_options(rng))
+        else:
+            engine = oracle_engine(audit=True, **tight_options(rng))
+        failing = Failing(engine, rng)
+        requests = drive(engine, arrivals(rng, 4 if seed < 3 else 8))
+        failing.hook.remove()
+        failed += failing.count
+        real = functools.partial(stateless, small_model())
+        assert_as_alone(engine, requests, real if seed < 3 else lambda known: prefix_hash)
+    assert failed > 60
+
+
+class Failing:
+    """Makes one step in eight fail, and goes on as a server would."""
+
+    def __init__(self, engine, rng):
+        self.rng, self.count, self.place = rng, 0, None
+        self.step, self.run = engine.step, engine.executor.run
+        engine.step, engine.executor.run = self.caught, self.failing
+        last = engine.model.model.layers[-1]
+        self.hook = last.register_forward_pre_hook(lambda *_: self.at("within"))
+
+    def at(self, place):
+        if self.place == place:
+            raise MemoryError
+
+    def failing(self, *args):
+        self.at("before")
+        logits = self.run(*args)
+        self.at("after")
+        return logits
+
+    def caught(self):
+        places = ["before", "within", "after"]
+        self.place = self.rng.choice(places) if self.rng.random() < 1 / 8 else None
+        try:
+            return self.step()
+        except MemoryError:
+            self.count += 1
+            return []
+
+
 def test_after_a_failed_step_everybody_waits_in_the_order_in_which_they_ran():
     engine = oracle_engine(state_slots=3, kv_pages=8)
     requests = [engine.add_request([5] * 3, SamplingParams(max_tokens=4)) for _ in range(5)]
@@ -159,6 +208,30 @@ def test_what_a_step_brought_before_it_failed_is_told_by_the_next():
             assert own.error == "the step failed while its token was being chosen"
         else:
             assert_same(own, expected)
+    assert_all_free(engine)
+
+
+def test_a_sample_that_a_failure_has_ended_is_not_ended_again_by_the_next():
+    engine = oracle_engine(state_slots=2, kv_pages=8)
+    params = SamplingParams(n=2, max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+    request = engine.add_request([5], params)
+
+    def fail(*_):
+        raise MemoryError
+
+    engine.step()
+    request.sequences[0].sampler.sample = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    run, engine.executor.run = engine.executor.run, fail
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.executor.run = run
+    told = [delta for _ in range(9) for delta in engine.step()]
+    ends = [(delta.index, delta.finish_reason) for delta in told if delta.finish_reason]
+    assert ends == [(0, "error"), (1, "length")]
+    expected = alone(prefix_hash, engine.opened, [5], params, 1)
+    assert_same(request.output().outputs[1], expected)
     assert_all_free(engine)
 
 
@@ -241,6 +314,22 @@ def test_ctrl_c_while_the_consumer_of_a_stream_holds_a_delta_cancels_the_stream(
     gc.collect()
     assert step_through(engine) == 0
     assert_right(others, small_model())
+    assert_all_free(engine)
+
+
+def test_misuse_of_the_cache_is_never_reached_by_a_failed_step():
+    """A fault of ours within the step shows as itself."""
+    engine = oracle_engine()
+    engine.add_request([5], SamplingParams(max_tokens=2, ignore_eos=True))
+
+    def out_of_order(*_):
+        raise ContractError("ours")
+
+    run, engine.executor.run = engine.executor.run, out_of_order
+    with pytest.raises(ContractError, match="ours"):
+        engine.step()
+    engine.executor.run = run
+    step_through(engine)
     assert_all_free(engine)
 
 
@@ -415,159 +504,4 @@ def test_a_step_within_a_step_is_refused_and_harms_nothing():
     assert set(refused) == {"a step was asked for from within a step"}
     assert engine.cache.stats().preempted < len(refused)
     assert_right(requests, small_model())
-    assert_all_free(engine)
-
-
-# --- memory pressure ------------------------------------------------------------------------------
-
-
-def watch_preemptions(engine):
-    """(request, tokens in the state, tokens known, whether a plan was withdrawn) of each."""
-    seen, cancelled = [], []
-    preempt, cancel = engine.cache.preempt, engine.cache.cancel
-
-    def spy(lease):
-        name = lease.request.name.split(".")[0]
-        seen.append((name, lease.computed, len(lease.tokens), lease in cancelled))
-        preempt(lease)
-
-    engine.cache.preempt = spy
-    engine.cache.cancel = lambda plan: cancelled.append(plan.lease) or cancel(plan)
-    return seen
-
-
-class GivesWay(NamedTuple):
-    """B is older than A; pages of one token."""
-
-    b_prompt: int
-    a_prompt: int
-    kv_pages: int
-    chunk: int
-    computed: int  # of A, when it gives way
-    known: int
-    withdrawn: bool  # it had a plan in that step already
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(GivesWay(3, 50, 76, 99, 60, 61, False), id="decode, for itself"),
-        pytest.param(GivesWay(3, 50, 75, 99, 60, 61, False), id="decode, for B"),
-        pytest.param(GivesWay(3, 50, 56, 20, 40, 50, False), id="prefill, third piece"),
-        pytest.param(GivesWay(60, 6, 64, 4, 14, 15, True), id="decode, planned already"),
-    ],
-)
-def test_br39_who_gave_way_computes_all_anew_and_says_the_same(case):
-    model = small_model(eos=None)
-    engine = Engine(
-        model, page=1, kv_pages=case.kv_pages, state_slots=2, prefill_chunk=case.chunk,
-        poison=True, audit=True,
-    )  # fmt: skip
-    seen = watch_preemptions(engine)
-    older = SamplingParams(temperature=0, max_tokens=5 if case.b_prompt > 9 else 30, logprobs=0)
-    b = engine.add_request([9] * case.b_prompt, older, "B")
-    for _ in range(2):
-        engine.step()
-    room = min(16, case.kv_pages + 1 - case.a_prompt)
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=room, logprobs=2, prompt_logprobs=1)
-    a = engine.add_request([8, 7] * (case.a_prompt // 2), params, "A")
-    while engine.has_unfinished:
-        engine.step()
-    assert seen == [("A", case.computed, case.known, case.withdrawn)]
-    timings = a.output().outputs[0].timings
-    assert timings.preemptions == 1 and timings.prefill_tokens > case.a_prompt
-    for request in (a, b):
-        (own,) = request.output().outputs
-        oracle = stateless(model, [*request.prompt_ids, *own.token_ids])
-        assert_same(own, alone(oracle, model, request.prompt_ids, request.params))
-    expected = scored_prompt(stateless(model, a.prompt_ids), a.prompt_ids, 1)
-    for one, other in zip(a.output().prompt_logprobs, expected, strict=True):
-        assert_logprobs(one, other)
-    assert_all_free(engine)
-
-
-def test_a_stop_string_across_the_preemption_is_found():
-    """Half of it was said before its sequence gave way."""
-    free = alone(prefix_hash, small_model(), [8] * 10, SamplingParams(temperature=0, max_tokens=20))
-    place = next(i for i in range(8, 18) if free.text[i : i + 3].isascii())
-    params = SamplingParams(temperature=0, max_tokens=20, stop=free.text[place : place + 3])
-    expected = alone(prefix_hash, small_model(), [8] * 10, params)
-    found = 0
-    for kv_pages in range(29, 50):
-        engine = oracle_engine(page=1, kv_pages=kv_pages, state_slots=2, audit=True)
-        seen = watch_preemptions(engine)
-        engine.add_request([9] * 3, SamplingParams(temperature=0, max_tokens=26, ignore_eos=True))
-        a = engine.add_request([8] * 10, params, "A")
-        while engine.has_unfinished:
-            engine.step()
-        assert_same(a.output().outputs[0], expected)
-        found += any(10 < entry[2] < 10 + len(expected.token_ids) for entry in seen)
-    assert found >= 3
-
-
-def test_br45_a_third_request_waits_for_a_slot_and_then_runs():
-    engine = Engine(small_model(), state_slots=2, kv_pages=60, page=4, poison=True, audit=True)
-    requests = add_all(engine)
-    engine.step()
-    assert len(engine.scheduler.running) == 2 and len(engine.scheduler.waiting) == 2
-    assert engine.cache.stats().waits[WaitReason.SLOTS] == 1
-    step_through(engine)
-    assert_right(requests, small_model())
-    assert engine.cache.stats().preempted == 0
-
-
-def test_br12_requests_that_never_got_in_leave_nothing_behind():
-    """Fifty rounds: one runs, one waits for pages and is cancelled while it does."""
-    engine = oracle_engine(state_slots=3, page=16, kv_pages=8, audit=True)
-    for _ in range(50):
-        running = engine.add_request([5] * 60, SamplingParams(max_tokens=3, ignore_eos=True))
-        waiting = engine.add_request([6] * 100, SamplingParams(max_tokens=3))
-        engine.step()
-        assert waiting.sequences[0].lease is not None and running.sequences[0].lease is not None
-        engine.abort(waiting.request_id)
-        small = engine.add_request([7], SamplingParams(max_tokens=2, ignore_eos=True))
-        while engine.has_unfinished:
-            engine.step()
-        assert len(small.output().outputs[0].token_ids) == 2
-        assert_all_free(engine)
-
-
-def test_br40_a_thousand_requests_shorter_than_a_page_finish_or_go_unseen():
-    engine = oracle_engine(state_slots=2, page=16, kv_pages=2)
-    for i in range(500):
-        engine.add_request([5] * (1 + 14 * (i % 2)), SamplingParams(max_tokens=1))
-        early = engine.add_request([6] * 15, SamplingParams(max_tokens=1))
-        engine.abort(early.request_id)
-        while engine.has_unfinished:
-            engine.step()
-    stats = engine.cache.stats()
-    assert stats.finished == 500 and stats.aborted == 0
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("budget", [1, 2, 15, 16, 17])
-def test_br76_a_budget_below_a_page_and_pools_of_exactly_the_request_make_progress(budget):
-    engine = oracle_engine(
-        page=16, kv_pages=3, state_slots=1, max_batch_tokens=budget, prefill_chunk=64, audit=True
-    )
-    params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
-    outputs = engine.generate([[5] * 40, [6] * 40], params)
-    for prompt, output in zip([[5] * 40, [6] * 40], outputs, strict=True):
-        assert_same(output.outputs[0], alone(prefix_hash, engine.opened, prompt, params))
-    assert engine.totals.steps == 2 * (-(-40 // budget) + 8)
-
-
-def test_misuse_of_the_cache_is_never_reached_by_a_failed_step():
-    """A fault of ours within the step shows as itself."""
-    engine = oracle_engine()
-    engine.add_request([5], SamplingParams(max_tokens=2, ignore_eos=True))
-
-    def out_of_order(*_):
-        raise ContractError("ours")
-
-    run, engine.executor.run = engine.executor.run, out_of_order
-    with pytest.raises(ContractError, match="ours"):
-        engine.step()
-    engine.executor.run = run
-    step_through(engine)
     assert_all_free(engine)

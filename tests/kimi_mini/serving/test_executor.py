@@ -39,7 +39,7 @@ class Rows:
         self.cache.end_step()
 
 
-A, B, C = [5] * 9, [6, 7, 8], [9] * 6
+A, B, C = [*range(10, 19)], [6, 7, 8], [*range(30, 36)]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_batch_of_mixed_rows_says_where_every_token_goes(rows):
     """a goes on in prefill, b begins, c decodes; pages of 4, two taken by a and c before."""
     plans = rows.step(a=(A, 3), b=(B, 3), c=(C, 1))
     batch = rows.executor._batch(list(plans.values()), [range(0), range(2, 3), range(5, 6)])
-    assert batch.token_ids.tolist() == [5, 5, 5, 6, 7, 8, 9]
+    assert batch.token_ids.tolist() == [15, 16, 17, 6, 7, 8, 35]
     assert batch.query_start.tolist() == [0, 3, 6, 7]
     assert batch.context_len.tolist() == [5, 0, 5]
     assert batch.slots.tolist() == [1, 3, 2]

@@ -113,6 +113,16 @@ def test_no_more_rows_run_than_a_step_has_tokens_so_that_each_of_them_may_decode
     assert (loop.running, loop.waiting) == ("abc", "de")
 
 
+def test_rows_that_wait_count_among_those_that_run():
+    loop = Loop(slots=9, pages=400, budget=2, cache=Waits)
+    for name in "abc":
+        loop.add(name, 1, 9)
+    loop.step()
+    loop.cache.reasons["a.0"] = WaitReason.LOADING
+    assert [ran.name for ran in loop.step()] == ["b"]
+    assert (loop.running, loop.waiting) == ("ab", "c")
+
+
 def test_a_budget_of_one_serves_one_after_the_other():
     loop = Loop(slots=9, pages=400, budget=1)
     for name in "ab":
