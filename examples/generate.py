@@ -2,8 +2,8 @@
 
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams, preset
 
-model = KimiForCausalLM.from_config(preset("mini"), seed=0)  # or .from_pretrained("folder")
-engine = Engine(model, state_slots=4, kv_pages=64)
+model = KimiForCausalLM.from_config(preset("mini"), seed=0)
+engine = Engine(model, state_slots=4, kv_pages=64)  # or Engine.from_pretrained("folder")
 params = SamplingParams(temperature=0, max_tokens=64)
 
 for delta in engine.stream("A prefix is pages you can cut and a state you cannot. ", params):
