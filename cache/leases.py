@@ -41,7 +41,7 @@ class CacheRequest:
 class Lower(StrEnum):
     """Why the joint boundary of a hit is not higher (decision 32)."""
 
-    NO_REUSE = "no reuse"  # this cache keeps nothing, or the request may not read
+    NO_REUSE = "no reuse"  # this cache keeps nothing, the request may not read, or has no room to
     UNKNOWN = "unknown prefix"
     CAP = "cap"  # at N-1: one token must run to give logits
     GRID = "grid"

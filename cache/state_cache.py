@@ -130,6 +130,9 @@ class StateCache(ABC):
         for pool, pages in zip(self.storage.pages, self.storage.pages_for(tokens), strict=True):
             if pages > pool.size:
                 return f"{tokens:,} tokens need {pages:,} pages; the pool has {pool.size:,}"
+        for pool in self.storage.states:
+            if self._slots_to_start > pool.size:
+                return f"a request needs {self._slots_to_start} slots; the pool has {pool.size:,}"
         return None
 
     def admit(self, request: CacheRequest) -> Lease | Wait:
@@ -260,6 +263,11 @@ class StateCache(ABC):
     @abstractmethod
     def _release(self, lease: Lease, publish: bool) -> None:
         """Give back pages, slots and pins of a lease without a plan in flight."""
+
+    @property
+    def _slots_to_start(self) -> int:
+        """Slots that a request must have at once to run at all."""
+        return 1
 
     def _end_step(self) -> None:  # noqa: B027 (a cache without pending keys has nothing to do)
         """Make pending keys live, let copy sources go."""

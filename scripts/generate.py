@@ -4,8 +4,12 @@
     python scripts/generate.py --model nano --prompt "KDA keeps a state" --max-tokens 32
     python scripts/generate.py --prompt one --prompt two --n 2 --temperature 0.8 --stop "."
     python scripts/generate.py --model path/to/checkpoint --prompt-ids 5,17,9 --json
+    python scripts/generate.py --prefix-cache radix --turns chat.txt
+    python scripts/generate.py --prefix-cache radix --prompt-file long.txt --repeat 2
 
-Several prompts, and n samples of each, run at once over the same pools. Random weights speak no
+Several prompts, and n samples of each, run at once over the same pools; --repeat runs them again
+when all have ended, and --turns asks a file's lines one after the other, each behind all that was
+said before: both show what a prefix cache is for. Random weights speak no
 language: the text shows that tokens flow, not that they mean anything.
 """
 
@@ -16,12 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from kimi_mini.cli import run
+from kimi_mini.cli import UserError, run
 from kimi_mini.serving import options
+from kimi_mini.serving.conversation import Conversation
 from kimi_mini.serving.engine import Engine
-from kimi_mini.serving.report import closing_line, report
+from kimi_mini.serving.report import cache_line, closing_line, report
 from kimi_mini.serving.request import Request
 
 SAMPLE_PROMPT = "A prefix is pages you can cut and a state you cannot. "
@@ -34,8 +39,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_prompt_options(parser)
     options.add_sampling_options(parser)
     options.add_model_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    return parser.parse_args(argv)
+    options.add_control_options(parser)
+    add = parser.add_argument
+    add("--turns", type=Path, help="a file of user turns, one a line, after the prompt if any")
+    add("--repeat", type=int, default=1, help="run the same requests so often (1)")
+    add("--json", action="store_true", help="one JSON object instead of text")
+    args = parser.parse_args(argv)
+    if args.repeat < 1:
+        raise UserError(f"--repeat must be at least 1, got {args.repeat}")
+    if args.turns and (args.repeat > 1 or len(args.prompts or ()) > 1 or (args.n or 1) > 1):
+        raise UserError("--turns is one conversation: no --repeat, one prompt at most, --n 1")
+    return args
+
+
+def rounds(args: argparse.Namespace, engine: Engine) -> Iterator[list[Request]]:
+    """Requests that run at once, round after round."""
+    prompts = [given.read() for given in args.prompts or ()]
+    params, control = options.sampling_params(args), options.cache_control(args)
+    if args.turns is None:
+        for _ in range(args.repeat):
+            yield engine.prepare(prompts or [SAMPLE_PROMPT], params, control)
+        return
+    start = [engine.opened.encode(p) if isinstance(p, str) else p for p in prompts]
+    talk = Conversation(engine.opened, *start)
+    for line in args.turns.read_text("utf-8", errors="surrogateescape").splitlines():
+        (request,) = engine.prepare([talk.ask(line)], params, control)
+        yield [request]
+        talk.hear(request.output().outputs[0])
 
 
 def show(engine: Engine, requests: list[Request]) -> None:
@@ -50,27 +80,30 @@ def show(engine: Engine, requests: list[Request]) -> None:
             print(delta.text if engine.tokenizer else ids, end="", flush=True)
     if alone:
         print()
-        return
     for number, request in enumerate(requests, start=1):
         for own in request.output().outputs:
-            print(f"[prompt {number}, sample {own.index + 1}, {own.finish_reason}]")
-            print(own.text if engine.tokenizer else " ".join(map(str, own.token_ids)))
+            if not alone:
+                print(f"[prompt {number}, sample {own.index + 1}, {own.finish_reason}]")
+                print(own.text if engine.tokenizer else " ".join(map(str, own.token_ids)))
+            if engine.reuses:
+                print(cache_line(own))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    prompts = [given.read() for given in args.prompts or ()] or [SAMPLE_PROMPT]
-    params = options.sampling_params(args)
+    options.sampling_params(args)  # mistakes first: a model takes its time
     engine = options.open_engine(args)
-    requests = engine.prepare(prompts, params)
     if args.json:
-        for _ in engine.run(requests):
-            pass
-        outputs = [request.output() for request in requests]
+        outputs = []
+        for requests in rounds(args, engine):
+            for _ in engine.run(requests):
+                pass
+            outputs += [request.output() for request in requests]
         print(json.dumps({"model": args.model} | report(engine, outputs)))
         return 0
     print(*engine.opened.notes, sep="\n", file=sys.stderr)
-    show(engine, requests)
+    for requests in rounds(args, engine):
+        show(engine, requests)
     print(closing_line(engine))
     return 0
 

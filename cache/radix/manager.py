@@ -56,6 +56,7 @@ class RadixLease(Lease):
     copies: tuple[Copy, ...] = ()
     exported: tuple[tuple[int, int], ...] = field(default=())
     stale: bool = False  # waited with its first plan: the next one looks up again
+    cold: bool = False  # there is no room to resume in: it computes everything
 
     @property
     def decodes(self) -> bool:
@@ -147,11 +148,19 @@ class RadixCache(StateCache):
             tracker=self._new_tracker(),
             named=tuple(sorted({boundary for boundary in named if boundary > 0})),
         )
-        return self._restore(lease) or lease
+        wait = self._restore(lease)
+        if wait is not None and self._alone(lease):
+            lease.cold = True
+            wait = self._restore(lease)
+        return lease if wait is None else wait
+
+    def _alone(self, lease: RadixLease) -> bool:
+        """Nobody else holds a slot, so what it pins itself is all that it waits for."""
+        return not any(other.slots[0] for other in self._leases if other is not lease)
 
     def _restore(self, lease: RadixLease) -> Wait | None:
         """Look up, pin, and on a hit take the private slot with its one initialiser (I-07)."""
-        limit = self._limit(lease.request)
+        limit = 0 if lease.cold else self._limit(lease.request)
         match = self.tree.match(lease.request.ids[:limit], lease.request.salt)
         lease.hit, lease.stale = self.hit_of(match, limit), False
         if not match.depth:
@@ -177,6 +186,10 @@ class RadixCache(StateCache):
         if end == start:
             return self._give_up(lease, Wait(WaitReason.CHUNK, self.page, min(want, self.page)))
         wait = self._take_storage(lease, end, first)
+        if wait is not None and first and lease.published and self._alone(lease):
+            self._forget(lease)
+            lease.cold = True
+            return self._plan(lease, want, max_chunk)
         if wait is not None:
             return self._give_up(lease, wait)
         if lease.decodes:
@@ -225,6 +238,10 @@ class RadixCache(StateCache):
             lease.tracker.slots = self._slots.alloc(tracked, Ownership.TRACKED)
         lease.pages[0].extend(self._kv.alloc(pages))
         return None
+
+    @property
+    def _slots_to_start(self) -> int:
+        return 1 + self._tracked_at_once
 
     @property
     def _tracked_at_once(self) -> int:

@@ -40,6 +40,11 @@ class SGLangCache(RadixCache):
         return self.grids.checkpoint
 
     @property
+    def tracks_pieces(self) -> bool:
+        """Whether checkpoints of prefill need a piece as long as the grid."""
+        return self._tracked_at_once > 0
+
+    @property
     def _tracked_at_once(self) -> int:
         return self._new_tracker().limit
 

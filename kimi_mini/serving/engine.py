@@ -22,11 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cache.leases import StepPlan
-from cache.plain import PlainCache
-from cache.state_cache import StateCache
+from cache.leases import Copy, StepPlan
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving import memory
+from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
+from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.executor import ModelExecutor
 from kimi_mini.serving.open_model import OpenModel, open_model, speaking_bytes
 from kimi_mini.serving.outputs import Delta, FinishReason, RequestOutput, rate
@@ -35,11 +35,6 @@ from kimi_mini.serving.sampling_params import SamplingParams
 from kimi_mini.serving.scheduler import PASSING, Row, Scheduler
 from kimi_mini.serving.sequence import Sequence
 
-PREFIX_CACHES: dict[str, type[StateCache] | None] = {
-    "none": PlainCache,
-    "radix": None,  # to come
-    "blocks": None,
-}
 PATIENCE = 3  # steps in which nothing runs and nothing is on its way, before the head is refused
 
 
@@ -74,7 +69,7 @@ class Engine:
 
     model: a model, or one opened with its tokenizer (`open_model`); a bare model speaks bytes where
     its vocabulary has room for them. max_batch_tokens: tokens of one step over all rows;
-    prefill_chunk: of one row. prefix_cache: "none" (others are to come).
+    prefill_chunk: of one row. prefix_cache, cache_options: see `caches`.
     audit: check every invariant after each step (slow; for tests). sizes: `memory.allocate`'s
     page, state_slots, kv_pages, cache_bytes, poison.
     Raises ValueError for options that are out of range or contradict each other.
@@ -87,18 +82,26 @@ class Engine:
         max_batch_tokens: int = 2048,
         prefill_chunk: int = 512,
         prefix_cache: str = "none",
+        cache_options: CacheOptions | None = None,
         audit: bool = False,
         **sizes: Any,
     ) -> None:
-        cache_type = prefix_cache_type(prefix_cache)
+        cache_options = cache_options or CacheOptions()
+        check_prefix_cache(prefix_cache, cache_options)
         self.opened = model if isinstance(model, OpenModel) else speaking_bytes(model)
         self.model, self.tokenizer = self.opened.model, self.opened.tokenizer
         self.memory = memory.allocate(self.model, **sizes)
-        alignment = self.model.dispatcher.export_alignment
-        self.cache = cache_type(self.memory.storage, export_alignment=alignment)
+        self.cache = build_cache(
+            prefix_cache,
+            cache_options,
+            self.memory.storage,
+            self.model.dispatcher.export_alignment,
+            min(prefill_chunk, max_batch_tokens),
+        )
         self.executor = ModelExecutor(self.model, self.memory)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, prefill_chunk)
         self.totals = Totals()
+        self.prefix_cache = prefix_cache
         self._audit = audit
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._news: list[Delta] = []  # what the next `step` returns
@@ -118,14 +121,16 @@ class Engine:
         self,
         prompts: Prompt | Series[Prompt],
         params: SamplingParams | Series[SamplingParams] | None = None,
+        control: CacheControl | None = None,
     ) -> list[RequestOutput]:
         """Run prompts (texts or lists of ids) to their ends; outputs in the order of the prompts.
 
-        params: one for all, or one each; None: `SamplingParams()`. Whatever ends the call early, an
+        params: one for all, or one each; None: `SamplingParams()`. control: what the requests may
+        read and should leave in the prefix cache. Whatever ends the call early, an
         error or Ctrl-C, takes its requests with it and leaves those of others alone. Raises
         ValueError if a request is refused, before any runs, or has no usable logits.
         """
-        requests = self.prepare(prompts, params)
+        requests = self.prepare(prompts, params, control)
         for _ in self.run(requests):
             pass
         return [request.output() for request in requests]
@@ -134,17 +139,22 @@ class Engine:
         self,
         prompts: Prompt | Series[Prompt],
         params: SamplingParams | Series[SamplingParams] | None = None,
+        control: CacheControl | None = None,
     ) -> Iterator[Delta]:
         """As `generate`, yielding what each step brings, progress of long prefills included. Other
         requests run along. Refusals are raised at once; closing the iterator cancels."""
-        return self.run(self.prepare(prompts, params))
+        return self.run(self.prepare(prompts, params, control))
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        control: CacheControl | None = None,
     ) -> Request:
         """Queue a request for whoever calls `step`. ValueError if it can never run, with the
         reason, or if the id is in use."""
-        request = self._make(prompt, params or SamplingParams(), request_id)
+        request = self._make(prompt, params or SamplingParams(), control, request_id)
         self._queue(request)
         return request
 
@@ -169,6 +179,11 @@ class Engine:
             self._cancel(self._requests[request_id])
 
     @property
+    def reuses(self) -> bool:
+        """Whether there is a prefix cache."""
+        return self.prefix_cache != "none"
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to run or to tell."""
         return bool(self._requests or self._news)
@@ -176,7 +191,8 @@ class Engine:
     def prepare(
         self,
         prompts: Prompt | Series[Prompt],
-        params: SamplingParams | Series[SamplingParams] | None,
+        params: SamplingParams | Series[SamplingParams] | None = None,
+        control: CacheControl | None = None,
     ) -> list[Request]:
         """Checked requests, not yet queued; arguments and errors as `generate`."""
         first = prompts[0] if len(prompts) else None
@@ -186,14 +202,20 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many params, got {len(params)}")
-        return [self._make(*pair, None) for pair in zip(prompts, params, strict=True)]
+        return [self._make(*pair, control) for pair in zip(prompts, params, strict=True)]
 
-    def _make(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+    def _make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        control: CacheControl | None,
+        request_id: str | None = None,
+    ) -> Request:
         if request_id is None:
             names = (f"request-{number}" for number in self._numbers)
             request_id = next(name for name in names if name not in self._requests)
         self._check_unused(request_id)
-        request = make_request(request_id, prompt, params, self.opened)
+        request = make_request(request_id, prompt, params, self.opened, control)
         refusal = self.cache.refusal(request.longest)
         if refusal:
             raise ValueError(
@@ -293,10 +315,14 @@ class Engine:
             self.cache.abort(sequence.lease)
             self._forget(sequence)
             return
-        self.executor.copy(self.cache.commit(sequence.lease, plan.end, sequence.tokens[known:]))
+        self.executor.copy(self._commit(sequence, plan, sequence.tokens[known:]))
         if sequence.finish_reason is not None:
             self.cache.finish(sequence.lease)
             self._forget(sequence)
+
+    def _commit(self, sequence: Sequence, plan: StepPlan, appended: list[int]) -> tuple[Copy, ...]:
+        last = sequence.finish_reason is not None
+        return self.cache.commit(sequence.lease, plan.end, appended, last=last)
 
     def _cancel(self, request: Request) -> None:
         if self.cache.in_step:
@@ -381,14 +407,3 @@ class Engine:
             totals.mixed_decode_tokens += decoded
         elif decoded:
             totals.decode_seconds += seconds
-
-
-def prefix_cache_type(name: str) -> type[StateCache]:
-    """The cache of that name. ValueError for one that is unknown or not there yet."""
-    if name not in PREFIX_CACHES:
-        raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}; got {name!r}")
-    cache_type = PREFIX_CACHES[name]
-    if cache_type is None:
-        there = [name for name, made in PREFIX_CACHES.items() if made]
-        raise ValueError(f"prefix_cache {name!r} is not there yet; use {', '.join(there)}")
-    return cache_type

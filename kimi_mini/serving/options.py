@@ -14,7 +14,9 @@ from typing import NamedTuple
 from kernels.dispatcher import BACKENDS
 from kimi_mini.cli import UserError, check_seed, set_threads
 from kimi_mini.dtypes import DTYPES
-from kimi_mini.serving.engine import PREFIX_CACHES, Engine, prefix_cache_type
+from kimi_mini.serving.caches import PREFIX_CACHES, CacheOptions, check_prefix_cache
+from kimi_mini.serving.control import CacheControl
+from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.request import Prompt
 from kimi_mini.serving.sampling_params import SamplingParams
 
@@ -40,6 +42,13 @@ ROOM = {
     "kv_pages": "pages of latent rows of MLA layers",
     "cache_bytes": "bytes for both, or for the one that is not given",
     "page": "latent rows a page",
+}
+CACHE = {  # the engine's names → `CacheOptions`
+    "mamba_radix_cache_strategy": ("strategy", str, "no_buffer, extra_buffer, extra_buffer_lazy"),
+    "mamba_track_interval": ("track_interval", int, "tokens between checkpoints in decode"),
+    "mamba_max_states_per_path": ("max_states_per_path", int, "checkpoints of a path; -1: no cap"),
+    "state_chunk": ("state_chunk", int, "tokens between checkpoints in prefill (64)"),
+    "compat": ("compat", str, "rules of an engine to the letter: sglang"),
 }
 
 
@@ -87,6 +96,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--prefix-cache", choices=PREFIX_CACHES, default="none", help="none: no reuse of prefixes")
     for name, text in ROOM.items():
         add(_option(name), type=int, help=text)
+    for name, (_, kind, text) in CACHE.items():
+        add(_option(name), type=kind, help=text)
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +117,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
+def add_control_options(parser: argparse.ArgumentParser) -> None:
+    """What requests have to do with the prefix cache."""
+    add = parser.add_argument
+    add("--cache-salt", help="share prefixes only with requests of the same salt")
+    add("--skip-read", action="store_true", help="compute everything, cache it as usual")
+    add("--checkpoint-at", type=int, action="append", help="keep the state after so many tokens")
+
+
+def cache_control(args: argparse.Namespace) -> CacheControl:
+    """ValueError for boundaries below 1."""
+    return CacheControl(args.cache_salt, args.skip_read, args.checkpoint_at or ())
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """ValueError for values that are out of range or contradict each other."""
     check_seed(args.seed)
@@ -122,13 +146,16 @@ def open_engine(args: argparse.Namespace) -> Engine:
     """The engine that the model options describe; sets the threads. ValueError as `Engine`."""
     set_threads(args.threads)
     check_seed(args.seed)
-    prefix_cache_type(args.prefix_cache)  # before a model is loaded for nothing
+    given = _given(args, CACHE)
+    cache_options = CacheOptions(**{CACHE[name][0]: value for name, value in given.items()})
+    check_prefix_cache(args.prefix_cache, cache_options)  # before a model is loaded for nothing
     return Engine.from_pretrained(
         args.model,
         dtype=args.dtype,
         seed=args.seed,
         backend=args.backend,
         prefix_cache=args.prefix_cache,
+        cache_options=cache_options,
         **_given(args, ROOM),
     )
 

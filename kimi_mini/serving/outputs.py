@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cache.leases import Hit
 from kimi_mini.serving.logprobs import TokenLogprobs
 
 
@@ -42,6 +43,7 @@ class CompletionOutput:
     before the stop string that ended it (`include_stop_str_in_output` keeps both).
 
     stop_reason: the stop string or stop token id; None for an end-of-sequence token and otherwise.
+    hit: what the prefix cache had of the prompt, and why not more; None if it was never looked up.
     """
 
     index: int
@@ -52,6 +54,12 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     timings: Timings = field(default_factory=Timings)
     error: str | None = None
+    hit: Hit | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.hit.joint if self.hit else 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from cache.leases import Hit
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.logprobs import TokenLogprobs
 from kimi_mini.serving.outputs import CompletionOutput, RequestOutput, rate
@@ -34,6 +35,14 @@ def closing_line(engine: Engine) -> str:
     )
 
 
+def cache_line(own: CompletionOutput) -> str:
+    """What the prefix cache did for one sample."""
+    hit, first = own.hit or Hit(), own.timings.first_token
+    wait = "" if first is None else f", first token after {first * 1000:,.1f} ms"
+    replayed = f", {hit.token_hit - hit.joint:,} replayed" if hit.token_hit > hit.joint else ""
+    return f"[{hit.joint:,} prompt tokens cached{replayed}; not more: {hit.lower}{wait}]"
+
+
 def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
     timings = own.timings
     return {
@@ -48,6 +57,7 @@ def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
         "logprobs": own.logprobs and [_logprobs(entry) for entry in own.logprobs],
         "prompt_logprobs": request.prompt_logprobs
         and [entry and _logprobs(entry) for entry in request.prompt_logprobs],
+        "cache": own.hit and _hit(own.hit),
         "timings": {
             "queue_seconds": timings.queue,
             "first_token_seconds": timings.first_token,
@@ -59,6 +69,16 @@ def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
             "decode_tokens_per_second": rate(timings.decode_tokens, timings.decode),
             "preemptions": timings.preemptions,
         },
+    }
+
+
+def _hit(hit: Hit) -> dict[str, Any]:
+    return {
+        "cached_tokens": hit.joint,
+        "token_hit": hit.token_hit,
+        "replayed_tokens": hit.token_hit - hit.joint,
+        "junction": hit.junction,
+        "not_more_because": hit.lower,
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from kernels.packing import integers
+from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.open_model import OpenModel
 from kimi_mini.serving.outputs import Delta, RequestOutput
 from kimi_mini.serving.sampling import TokenSampler
@@ -55,7 +56,11 @@ class Request:
 
 
 def make_request(
-    request_id: str, prompt: Prompt, params: SamplingParams, opened: OpenModel
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    opened: OpenModel,
+    control: CacheControl | None = None,
 ) -> Request:
     """A request with its sequences, nothing of it queued.
 
@@ -100,6 +105,7 @@ def make_request(
                 room=room,
                 end_ids=end_ids,
                 tokenizer=opened.tokenizer,
+                control=control or CacheControl(),
             )
         )
     return request

@@ -124,6 +124,7 @@ class Scheduler:
                     return
                 continue
             planned[sequence] = plan
+            sequence.hit = sequence.hit or sequence.lease.hit
             self.running.append(sequence)
             self.waiting.remove(sequence)
 

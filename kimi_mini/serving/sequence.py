@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cache.leases import CacheRequest, Lease
+from cache.leases import CacheRequest, Hit, Lease
+from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.logprobs import TokenLogprobs, prompt_logprobs
 from kimi_mini.serving.outputs import CompletionOutput, Delta, FinishReason, Timings
 from kimi_mini.serving.sampling import Sampled, TokenSampler
@@ -35,6 +36,7 @@ class Sequence:
         room: int,
         end_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
+        control: CacheControl | None = None,
         arrival: float = 0.0,
     ) -> None:
         self.request_id, self.index = request_id, index
@@ -42,6 +44,8 @@ class Sequence:
         self.tokens = list(prompt_ids)  # all that are known
         self.params, self.sampler, self.room = params, sampler, room
         self.end_ids = frozenset() if params.ignore_eos else frozenset(end_ids)
+        self.control = control or CacheControl()
+        self.hit: Hit | None = None  # what its first admission found in the cache
         self.arrival = arrival
         self.computed = 0  # tokens in the state, after the last step it was in
         self.lease: Lease | None = None
@@ -77,8 +81,15 @@ class Sequence:
 
     def storage_request(self) -> CacheRequest:
         """What to ask the cache for, now that these tokens are known."""
-        cap = 0 if self.scores_prompt else None
-        return CacheRequest(self.name, self.tokens, must_fit=True, key_cap=cap)
+        return CacheRequest(
+            self.name,
+            self.tokens,
+            salt=self.control.cache_salt,
+            skip_read=self.control.skip_read,
+            must_fit=True,
+            checkpoint_at=self.control.checkpoint_at,
+            key_cap=0 if self.scores_prompt else None,
+        )
 
     def logits_wanted(self, start: int, end: int) -> range:
         """Positions among start .. end-1 whose logits this sequence needs: the last known token's,
@@ -128,6 +139,7 @@ class Sequence:
             None if self.params.logprobs is None else tuple(self.logprobs),
             replace(self.timings),
             self.error,
+            self.hit,
         )
 
     def _score_prompt(self, logits: Tensor, positions: range) -> None:

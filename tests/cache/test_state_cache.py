@@ -366,3 +366,29 @@ def test_a_wait_is_a_value_with_what_would_end_it_and_the_next_plan_may_succeed(
     plan = cache.plan(third, 1)
     assert plan.start == 0 and plan.slots == (1,)
     assert second.slots == [2]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_manager_is_told_whether_the_request_ends_here(last):
+    """What an ending request leaves is for `finish` to publish, so commit must not do it too."""
+    told = []
+
+    class Listening(PlainCache):
+        def _commit(self, lease, plan, last):
+            told.append((lease.computed, lease.plan, plan.end, last))
+            return ()
+
+    cache = Listening(make_storage(SHAPE))
+    lease = admitted(cache)
+    cache.plan(lease, 3)
+    cache.commit(lease, 2, last=last)
+    assert told == [(2, None, 3, last)]
+
+
+def test_who_is_there_is_known_in_the_order_of_arrival():
+    cache = make_cache()
+    a, b = admitted(cache, "a"), admitted(cache, "b")
+    assert cache.in_step and cache.live_leases == (a, b)
+    cache.end_step()
+    cache.abort(a)
+    assert not cache.in_step and cache.live_leases == (b,)

@@ -52,6 +52,17 @@ def test_storage_goes_through_pages_then_slots():
     ]
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_pages_may_come_again_newest_first_and_slots_never_do(newest_first):
+    """As SGLang's two allocators have it."""
+    storage = one_of_each(Sizes(4, 10, 100), 3, 3, newest_page_first=newest_first)
+    for pool in storage:
+        pool.free(pool.alloc(1))
+    pages, slots = (pool.allocator.free_order() for pool in storage)
+    assert pages == ((1, 2, 3) if newest_first else (2, 3, 1))
+    assert slots == (2, 3, 1)
+
+
 def test_the_pools_of_a_model_hold_its_tensors_and_poison_them():
     latent, recurrent, conv = torch.zeros(1, 4, 4, 5), torch.zeros(3, 3, 2), torch.zeros(3, 3, 6)
     sizes = Sizes(4, row_bytes=20, slot_bytes=96)
