@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 
 class UserError(ValueError):
     """A mistake of the person at the command line; the message says what is allowed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Describes a script by its own docstring; a mistake is a UserError, not a page of usage."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help shows all options)")
 
 
 def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
@@ -56,9 +70,17 @@ def set_threads(threads: int | None) -> None:
 
 def check_threads(threads: int) -> None:
     """UserError unless 1 <= threads <= 4 per processor: far beyond that the runtime crashes."""
-    most = 4 * (os.cpu_count() or 1)
+    most = 4 * processors()
     if not 1 <= threads <= most:
         raise UserError(f"--threads must be 1..{most} on this machine, got {threads}")
+
+
+def processors() -> int:
+    """Processors that this process may use: fewer than there are, in a container."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return os.cpu_count() or 1
 
 
 def _one_line(message: object) -> str:

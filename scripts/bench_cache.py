@@ -19,7 +19,7 @@ import json
 from collections.abc import Sequence
 
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, check_seed, check_threads, run
+from kimi_mini.cli import Parser, UserError, check_seed, check_threads, run
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.engine import Engine
 from kimi_mini.workbench import bench_cache
@@ -29,9 +29,7 @@ SHAPES = ("bushy", "chains")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--model", default="mini", help="a preset or a checkpoint folder (mini)")
     add("--prefixes", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens shared")
@@ -86,9 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.model}, {machine.cpu}, {args.threads} thread(s), {machine.sgemm_gflops:.0f} GFLOP/s"
     )
     print("\nfirst token, ms; one prefix takes its latent rows and one checkpoint\n")
-    print(
-        f"{'prefix':>8} {'suffix':>6} {'cold':>10} {'hit':>8} {'cold/hit':>8} {'cached':>7} {'bytes':>12}"
-    )
+    widths = {"prefix": 8, "suffix": 6, "cold": 10, "hit": 8, "ratio": 8, "cached": 7, "bytes": 12}
+    print(" ".join(name.rjust(width) for name, width in widths.items()))
     for f in firsts:
         print(
             f"{f.prefix:8,} {f.suffix:6,} {f.cold * 1e3:10,.1f} {f.hit * 1e3:8,.1f} "

@@ -20,14 +20,12 @@ import itertools
 import json
 from collections.abc import Sequence
 
-from kimi_mini.cli import UserError, check_threads, run
+from kimi_mini.cli import Parser, UserError, check_threads, run
 from kimi_mini.workbench import bench
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--K", type=int, nargs="+", default=[64, 128], help="key widths (64 128)")
     add("--V", type=int, nargs="+", help="value widths (each K with V = K)")

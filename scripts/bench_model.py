@@ -20,7 +20,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, check_threads, run
+from kimi_mini.cli import Parser, UserError, check_threads, run
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.open_model import open_model
 from kimi_mini.weights.inventory import parameter_count
@@ -32,9 +32,7 @@ COUNTS = ("depths", "batches", "prompt", "prefill_chunk", "decode_steps", "repea
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--model", default="bench", help="a preset or a checkpoint folder (bench)")
     add("--depths", type=int, nargs="+", default=[0, 2048, 16384], help="tokens before each row")

@@ -22,20 +22,18 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
-from kimi_mini.cli import UserError, run
+from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.serving import options
 from kimi_mini.serving.conversation import Conversation
 from kimi_mini.serving.engine import Engine
-from kimi_mini.serving.report import cache_line, closing_line, report
-from kimi_mini.serving.request import Request
+from kimi_mini.serving.report import Progress, cache_line, closing_line, report
+from kimi_mini.serving.request import Prompt, Request
 
 SAMPLE_PROMPT = "A prefix is pages you can cut and a state you cannot. "
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     options.add_prompt_options(parser)
     options.add_sampling_options(parser)
     options.add_model_options(parser)
@@ -47,14 +45,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.repeat < 1:
         raise UserError(f"--repeat must be at least 1, got {args.repeat}")
+    if not args.json and (args.logprobs, args.prompt_logprobs) != (None, None):
+        raise UserError("--logprobs and --prompt-logprobs are shown with --json only")
     if args.turns and (args.repeat > 1 or len(args.prompts or ()) > 1 or (args.n or 1) > 1):
         raise UserError("--turns is one conversation: no --repeat, one prompt at most, --n 1")
     return args
 
 
-def rounds(args: argparse.Namespace, engine: Engine) -> Iterator[list[Request]]:
+def rounds(
+    args: argparse.Namespace, engine: Engine, prompts: list[Prompt]
+) -> Iterator[list[Request]]:
     """Requests that run at once, round after round."""
-    prompts = [given.read() for given in args.prompts or ()]
     params, control = options.sampling_params(args), options.cache_control(args)
     if args.turns is None:
         for _ in range(args.repeat):
@@ -68,44 +69,49 @@ def rounds(args: argparse.Namespace, engine: Engine) -> Iterator[list[Request]]:
         talk.hear(request.output().outputs[0])
 
 
-def show(engine: Engine, requests: list[Request]) -> None:
-    """Run and print: one sample as it comes, several when all have ended."""
+def show(engine: Engine, requests: list[Request]) -> int:
+    """Run and print: one sample as it comes, several when all have ended. 1 if one has failed."""
     alone = sum(len(request.sequences) for request in requests) == 1
-    show_progress = sys.stderr.isatty()
+    progress = Progress(requests)
     for delta in engine.run(requests):
-        if show_progress and 0 < delta.prefilled < delta.prompt_tokens:
-            print(f"\rprefill {delta.prefilled:,}/{delta.prompt_tokens:,}", end="", file=sys.stderr)
+        progress.show(delta)
         if alone:
             ids = "".join(f"{token} " for token in delta.token_ids)
             print(delta.text if engine.tokenizer else ids, end="", flush=True)
     if alone:
         print()
+    failed = 0
     for number, request in enumerate(requests, start=1):
         for own in request.output().outputs:
+            name = f"prompt {number}, sample {own.index + 1}"
             if not alone:
-                print(f"[prompt {number}, sample {own.index + 1}, {own.finish_reason}]")
+                print(f"[{name}, {own.finish_reason}]")
                 print(own.text if engine.tokenizer else " ".join(map(str, own.token_ids)))
             if engine.reuses:
                 print(cache_line(own))
+            if own.error is not None:
+                print(f"error: {name}: {own.error}", file=sys.stderr)
+                failed = 1
+    return failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    prompts = [given.read() for given in args.prompts or ()]
     options.sampling_params(args)  # mistakes first: a model takes its time
     engine = options.open_engine(args)
     if args.json:
         outputs = []
-        for requests in rounds(args, engine):
+        for requests in rounds(args, engine, prompts):
             for _ in engine.run(requests):
                 pass
             outputs += [request.output() for request in requests]
-        print(json.dumps({"model": args.model} | report(engine, outputs)))
-        return 0
+        print(json.dumps({"model": args.model} | report(engine, outputs), allow_nan=False))
+        return 2 if any(own.error for output in outputs for own in output.outputs) else 0
     print(*engine.opened.notes, sep="\n", file=sys.stderr)
-    for requests in rounds(args, engine):
-        show(engine, requests)
+    failed = sum(show(engine, requests) for requests in rounds(args, engine, prompts))
     print(closing_line(engine))
-    return 0
+    return 2 if failed else 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import argparse
 from collections.abc import Sequence
 
-from kimi_mini.cli import check_seed, run
+from kimi_mini.cli import Parser, check_seed, run
 from kimi_mini.config import PRESETS, KimiConfig, preset
 from kimi_mini.dtypes import DTYPES, torch_dtype
 from kimi_mini.machine import refuse_oversize
@@ -25,9 +25,7 @@ from kimi_mini.weights.writing import DEFAULT_SHARD_BYTES
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "out", metavar="OUT", help="the folder to write: new or empty (or --overwrite)"
     )

@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kimi_mini.cli import UserError, run
+from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.workbench import replay_sglang
 from kimi_mini.workbench.replay import Level, Status, Verdict
 
@@ -27,9 +27,7 @@ ENGINES = {"sglang": replay_sglang.replay}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     levels = [level.name.lower() for level in Level]
     parser.add_argument("paths", nargs="+", type=Path, help="scenario files, or folders of them")
     parser.add_argument("--level", choices=levels, default="shape", help="how strictly (shape)")

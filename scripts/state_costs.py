@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from cache.policy.cost_model import best_interval, interval_for_budget, mean_replay
-from kimi_mini.cli import UserError, run
+from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.config import PRESETS, KimiConfig, preset
 from kimi_mini.costs import checkpoint_bytes, cost_model
 from kimi_mini.dtypes import DTYPES
@@ -31,9 +31,7 @@ DENSITIES = (64, 256, 4096, 8192, 16384, 65536)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("models", nargs="*", default=["k3", "mini", "nano"], help="presets or checkpoint folders")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of latent and conv rows")

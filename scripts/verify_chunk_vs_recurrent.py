@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 
 from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import check_seed, run, set_threads
+from kimi_mini.cli import Parser, check_seed, run, set_threads
 from kimi_mini.dtypes import torch_dtype
 from kimi_mini.workbench.verify import Check, as_json, table
 from kimi_mini.workbench.verify_kernels import kernel_checks
@@ -32,9 +32,7 @@ VERIFIED = ("float32", "bfloat16", "float64")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--config", default="nano", help="a preset, a config.json or a checkpoint folder (nano)")
     add("--dtype", choices=VERIFIED, default="float32", help="of operands, layer and model")

@@ -85,7 +85,7 @@ def counts_within(
     cannot use goes to pages: at break-even (slot_bytes / row_bytes tokens a request) the two kinds
     fill up together. Raises ValueError if not one of each fits.
     """
-    slot, page = sizes.slot_bytes, sizes.page_bytes
+    slot, page, asked = sizes.slot_bytes, sizes.page_bytes, (num_slots, num_pages)
     if num_slots is None and num_pages is None:
         share = budget // 2 if page else budget
         share = min(share, budget - 2 * page)  # one page and its sink must fit beside them
@@ -95,9 +95,11 @@ def counts_within(
     if num_pages is None:
         num_pages = (budget - (num_slots + 1) * slot) // page - 1 if page else WEIGHTLESS
     if num_slots < 1 or num_pages < 1 or (num_slots + 1) * slot + (num_pages + 1) * page > budget:
+        slots_asked, pages_asked = asked
+        least = ((slots_asked or 1) + 1) * slot + ((pages_asked or 1) + 1) * page
         raise ValueError(
-            f"{budget:,} bytes of cache do not hold one state slot of {slot:,} bytes and one page "
-            f"of {page:,} bytes with their sinks and what else was asked for; the least is "
-            f"{2 * (slot + page):,}"
+            f"{budget:,} bytes of cache do not hold {slots_asked or 1:,} state slot(s) of {slot:,} "
+            f"bytes and {pages_asked or 1:,} page(s) of {page:,} bytes with their sinks; the least "
+            f"is {least:,}"
         )
     return num_slots, num_pages

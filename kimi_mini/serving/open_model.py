@@ -28,11 +28,6 @@ class OpenModel:
     notes: tuple[str, ...]
     no_text: str | None = None
 
-    @property
-    def has_text(self) -> bool:
-        """Whether tokens can be shown as text."""
-        return self.tokenizer is not None
-
     def encode(self, text: str) -> list[int]:
         """Prompt text → ids. ValueError if this model cannot be addressed in text."""
         if self.tokenizer is None:
@@ -53,33 +48,27 @@ def open_model(
         config = preset(name)
         kind = config.dtype if dtype == "auto" else dtype
         model = KimiForCausalLM.from_config(config, seed=seed, dtype=kind, backend=backend)
-        opened = speaking_bytes(model)
+        opened = around(model)
         return replace(opened, notes=(f"{name}: random weights, seed {seed}", *opened.notes))
     folder = Path(name)
     if not name or not folder.is_dir():
         raise ConfigError(f"model {name!r} is neither a folder nor a preset ({', '.join(PRESETS)})")
-    model = KimiForCausalLM.from_pretrained(folder, dtype=dtype, backend=backend)
-    tokenizer, note = open_tokenizer(folder, model.config.vocab_size)
-    ends = end_ids(folder, model.config.eos_token_ids)
-    notes = (*model.load_report.notes, model.dispatcher.describe())
+    return around(KimiForCausalLM.from_pretrained(folder, dtype=dtype, backend=backend))
+
+
+def around(model: KimiForCausalLM) -> OpenModel:
+    """What belongs to a model: of the folder that it was loaded from, its own tokenizer and end
+    ids; with random weights, bytes, and ids that stand for none are masked (decision 15)."""
+    config, loaded = model.config, model.load_report
+    notes: tuple[str, ...] = (model.dispatcher.describe(),)
+    if loaded is None:
+        tokenizer, note = bytes_for(config.vocab_size)
+        ends = frozenset(config.eos_token_ids)
+        masked = VOCABULARY if tokenizer else None
+        return OpenModel(model, tokenizer, ends, masked, notes, note)
+    tokenizer, note = open_tokenizer(loaded.folder, config.vocab_size)
+    ends = end_ids(loaded.folder, config.eos_token_ids)
+    notes = (*loaded.notes, *notes)
     if tokenizer is None:
         return OpenModel(model, None, ends, None, (*notes, f"token ids only: {note}"), note)
     return OpenModel(model, tokenizer, ends, None, (*notes, note) if note else notes)
-
-
-def speaking_bytes(model: KimiForCausalLM) -> OpenModel:
-    """A bare model with the byte tokenizer, or with none if its vocabulary is too small for it.
-
-    Weights that were not loaded from a checkpoint are random: ids that stand for no byte are masked
-    then (decision 15).
-    """
-    tokenizer, no_text = bytes_for(model.config.vocab_size)
-    masked = tokenizer is not None and model.load_report is None
-    return OpenModel(
-        model,
-        tokenizer,
-        frozenset(model.config.eos_token_ids),
-        VOCABULARY if masked else None,
-        (model.dispatcher.describe(),),
-        no_text,
-    )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kernels.dispatcher import BACKENDS
 from kimi_mini.cli import UserError, check_seed, set_threads
+from kimi_mini.config_file import shown
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.caches import PREFIX_CACHES, CacheOptions, check_prefix_cache
 from kimi_mini.serving.control import CacheControl
@@ -31,8 +32,8 @@ SAMPLING = {
     "repetition_penalty": (float, "over 1: less of what prompt and output have"),
     "presence_penalty": (float, "over 0: less of what the output has"),
     "frequency_penalty": (float, "over 0: less of what the output has often"),
-    "logprobs": (int, "with --json: report so many alternatives a token"),
-    "prompt_logprobs": (int, "with --json: the same for the prompt"),
+    "logprobs": (int, "report so many alternatives a token (needs --json)"),
+    "prompt_logprobs": (int, "the same for the prompt (needs --json)"),
 }
 CLI_DEFAULTS = {"max_tokens": 64, "temperature": 0.0}  # decision 19
 ROOM = {
@@ -66,16 +67,16 @@ class GivenPrompt(NamedTuple):
 def _token_ids(text: str) -> list[int]:
     try:
         ids = json.loads(text if text.strip().startswith("[") else f"[{text}]")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise UserError(f"--prompt-ids takes whole numbers, 1,2,3 or [1,2,3]; got {text!r}")
+        raise UserError(f"--prompt-ids takes whole numbers, 1,2,3 or [1,2,3]; got {shown(text)}")
     return ids
 
 
 def _file_text(path: str) -> str:
-    # bytes that are no UTF-8 reach the byte tokenizer as they would from the command line
-    return Path(path).read_text("utf-8", errors="surrogateescape")
+    # every byte as it is: line ends too, and what is no UTF-8 as it would come from a command line
+    return Path(path).read_bytes().decode("utf-8", "surrogateescape")
 
 
 PROMPTS = {
@@ -104,7 +105,14 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Prompts in any number and order, as `args.prompts`, a list of GivenPrompt or None."""
     for name, (_, text) in PROMPTS.items():
         kind = functools.partial(GivenPrompt, name)
-        parser.add_argument(f"--{name}", dest="prompts", action="append", type=kind, help=text)
+        parser.add_argument(
+            f"--{name}",
+            dest="prompts",
+            action="append",
+            type=kind,
+            metavar=name.removeprefix("prompt-").upper(),
+            help=text,
+        )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from cache.leases import Hit
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.logprobs import TokenLogprobs
-from kimi_mini.serving.outputs import CompletionOutput, RequestOutput, rate
+from kimi_mini.serving.outputs import CompletionOutput, Delta, RequestOutput, rate
+from kimi_mini.serving.request import Request
 
 
 def report(engine: Engine, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -33,6 +36,30 @@ def closing_line(engine: Engine) -> str:
         f"a request's state: recurrent {state.recurrent[:, 0].nbytes:,} B + conv "
         f"{state.conv[:, 0].nbytes:,} B (fixed), latent {engine.memory.sizes.row_bytes:,} B a token"
     )
+
+
+class Progress:
+    """A line on the terminal while prompts are long: tokens in the state, of all prompts together.
+    Nothing where standard error is no terminal."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        self._total = sum(sequence.prompt_tokens for sequence in sequences)
+        self._done: dict[tuple[str, int], int] = {}
+        self._shown = False
+
+    def show(self, delta: Delta) -> None:
+        """Take one step's news in; clears the line when all prompts are done."""
+        self._done[delta.request_id, delta.index] = delta.prefilled
+        done = sum(self._done.values())
+        if not sys.stderr.isatty() or (done == self._total and not self._shown):
+            return
+        if done < self._total and not delta.text:
+            print(f"\r\033[Kprefill {done:,}/{self._total:,}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+        elif self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
 
 
 def cache_line(own: CompletionOutput) -> str:
@@ -83,8 +110,13 @@ def _hit(hit: Hit) -> dict[str, Any]:
 
 
 def _logprobs(entry: TokenLogprobs) -> list[dict[str, Any]]:
-    """In order: the token itself first if it is not among the likeliest."""
-    return [{"token_id": token} | own._asdict() for token, own in entry.items()]
+    """In order: the token itself first if it is not among the likeliest. JSON has no infinity: a
+    probability of 0 has the logprob null."""
+    return [
+        {"token_id": token, "logprob": own.logprob if isfinite(own.logprob) else None}
+        | {"rank": own.rank}
+        for token, own in entry.items()
+    ]
 
 
 def _totals(engine: Engine) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def make_request(
         )
     room = left if params.max_tokens is None else min(params.max_tokens, left)
     if opened.tokenizer is None and params.stop:
-        raise ValueError("stop strings need a tokenizer; this model has none that fits")
+        raise ValueError(f"stop strings need a tokenizer, which is not there: {opened.no_text}")
     request = Request(request_id, text, ids, params, room)
     end_ids = () if params.ignore_eos else opened.end_ids
     for index in range(params.n):

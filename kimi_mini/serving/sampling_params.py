@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 # Below this a temperature means greedy: dividing by it would only overflow.
 GREEDY_BELOW = 1e-5
 SEEDS = 2**63
+MOST_SAMPLES = 16384  # vLLM's own bound on n
 
 
 class _Rule(NamedTuple):
@@ -48,7 +49,7 @@ _ALTERNATIVES = _Rule(
     int, -1, math.inf, "None, an integer of at least 0, or -1 for the whole vocabulary", True
 )
 _RULES = {
-    "n": _Rule(int, 1, math.inf, "an integer of at least 1"),
+    "n": _Rule(int, 1, MOST_SAMPLES, f"an integer in 1..{MOST_SAMPLES}"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _Rule(float, math.ulp(0.0), _LARGEST, "a positive number"),

@@ -42,8 +42,10 @@ PLAIN, PACKED, SCALE = ".weight", ".weight_packed", ".weight_scale"
 
 
 class LoadReport(NamedTuple):
-    """What was read: text tensors, how many of them MXFP4, vision tensors left out, remarks."""
+    """What was read and where: text tensors, how many of them MXFP4, vision tensors left out,
+    remarks."""
 
+    folder: Path
     tensors: int
     packed: int
     skipped_vision: int
@@ -103,7 +105,7 @@ def read_checkpoint(
             stacklevel=2,
         )
     packed = sum(source.scale is not None for source in sources.values())
-    return LoadReport(len(sources), packed, vision, remarks.notes(packed, vision))
+    return LoadReport(Path(directory), len(sources), packed, vision, remarks.notes(packed, vision))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

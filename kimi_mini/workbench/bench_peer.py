@@ -6,7 +6,7 @@ parameters, more than ours because its experts work in the full width. Weights a
 
 transformers is imported here alone, and only when a peer is asked for. It also looks for a
 distribution called `kernels`; where an accepted version of that is installed, its model classes
-cannot be imported from a process whose path has our folder of that name first (docs, anchors 5.1).
+cannot be imported from a process whose path has our folder of that name first.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ class ByteTokenizer:
 
     vocab_size = VOCABULARY
     special_ids = frozenset(_SHOWN)
-    end_ids = frozenset({EOS})
 
     def encode(self, text: str) -> list[int]:
         """bos, then one token a byte; bytes smuggled in as surrogates (a command line's) too."""

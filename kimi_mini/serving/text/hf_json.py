@@ -27,7 +27,6 @@ from kimi_mini.serving.text.tokenizer import (
     check_text,
     decode_all,
 )
-from kimi_mini.serving.text.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config
 from kimi_mini.serving.text.utf8 import ByteStream
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -50,7 +49,6 @@ class JsonTokenizer:
         self._tokens |= {i: token.content for i, token in added.items()}
         self.vocab_size: int = max(self._tokens, default=-1) + 1
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.end_ids = self._declared_end(folder)
         self._pieces: Pieces | None = None
         self._bytes: dict[int, bytes] = {}
         kinds = [*_parts(self._library.decoder)]
@@ -85,18 +83,6 @@ class JsonTokenizer:
 
     def _bytes_of(self, silent: frozenset[int], token: int) -> bytes:
         return b"" if token in silent else self._bytes.get(token, REPLACEMENT.encode())
-
-    def _declared_end(self, folder: Path) -> frozenset[int]:
-        """The eos_token of tokenizer_config.json: tokenizer.json itself does not mark one."""
-        eos = read_tokenizer_config(folder).eos_token
-        if eos is None:
-            return frozenset()
-        token = self._library.token_to_id(eos)
-        if token is None:
-            raise ValueError(
-                f"{folder / TOKENIZER_CONFIG}: eos_token is {eos!r}, which {TOKENIZER_JSON} lacks"
-            )
-        return frozenset({token})
 
     def _as_pieces(self, path: Path, byte_fallback: bool) -> Pieces:
         found = {i: BYTE_TOKEN.fullmatch(t) for i, t in self._tokens.items() if byte_fallback}

@@ -82,8 +82,6 @@ class TiktokenTokenizer:
         self._bytes = {i: token for token, i in ranks.items()}
         self._bytes |= {i: name.encode("utf-8") for name, i in self._names.items()}
         self.vocab_size: int = max(self._bytes) + 1
-        eos = self._id_of(folder, "eos_token", config.eos_token)
-        self.end_ids = frozenset() if eos is None else frozenset({eos})
         self._bos = None
         if config.add_bos_token:
             self._bos = self._id_of(folder, "bos_token", config.bos_token)

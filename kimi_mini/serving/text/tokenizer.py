@@ -45,11 +45,6 @@ class Tokenizer(Protocol):
         """Ids that are silent with `skip_special`."""
         ...
 
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """End-of-sequence ids that the tokenizer itself declares, perhaps none."""
-        ...
-
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. ValueError for text that the tokenizer cannot take."""
         ...

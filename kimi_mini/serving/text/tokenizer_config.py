@@ -1,6 +1,6 @@
 """`tokenizer_config.json`: what a checkpoint declares of its special tokens.
 
-    {"bos_token": "[BOS]", "eos_token": {"content": "[EOS]", ...}, "add_bos_token": false,
+    {"bos_token": {"content": "[BOS]", ...}, "add_bos_token": false,
      "added_tokens_decoder": {"163586": {"content": "<|im_end|>", "special": true, ...}, ...}}
 
 The format is transformers'. Only these fields are read; the rest (chat template, class names) is
@@ -32,7 +32,6 @@ class TokenizerConfig:
     """The declarations; None, false and empty where the file says nothing."""
 
     bos_token: str | None = None
-    eos_token: str | None = None
     add_bos_token: bool = False
     added: Mapping[int, Added] = field(default_factory=dict)
 
@@ -46,7 +45,6 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         raw = read_json_object(path)
         return TokenizerConfig(
             bos_token=_token(raw, "bos_token"),
-            eos_token=_token(raw, "eos_token"),
             add_bos_token=_flag(raw, "add_bos_token", False),
             added=_added(raw.get("added_tokens_decoder")),
         )

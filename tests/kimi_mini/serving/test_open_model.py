@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_mini import KimiForCausalLM, preset
-from kimi_mini.serving.open_model import open_model, speaking_bytes
+from kimi_mini.serving.open_model import around, open_model
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def folder(tmp_path):
 
 def test_a_preset_speaks_bytes_and_ends_where_its_config_says():
     opened = open_model("nano")
-    assert opened.has_text and opened.encode("a") == [1, 100]
+    assert opened.encode("a") == [1, 100]
     assert opened.tokenizer.decode([100]) == "a"
     assert opened.end_ids == {2} and opened.sample_below == 259
 
 
 def test_a_bare_model_too_small_for_bytes_takes_ids_only():
     small = replace(preset("nano"), vocab_size=258)
-    opened = speaking_bytes(KimiForCausalLM.from_config(small, seed=0))
+    opened = around(KimiForCausalLM.from_config(small, seed=0))
     assert opened.tokenizer is None and opened.sample_below is None
     with pytest.raises(ValueError, match="use token ids: its 258 ids are too few"):
         opened.encode("a")
@@ -34,7 +34,7 @@ def test_a_bare_model_too_small_for_bytes_takes_ids_only():
 
 def test_a_folder_without_tokenizer_files_speaks_bytes_and_may_sample_all_ids(folder):
     opened = open_model(str(folder))
-    assert opened.has_text and opened.sample_below is None and opened.no_text is None
+    assert opened.tokenizer and opened.sample_below is None and opened.no_text is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_with_its_tokenizers_library_missing_a_model_runs_on_ids_only(folder, mo
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (folder / "tokenizer.json").write_text("{}")
     opened = open_model(str(folder))
-    assert opened.tokenizer is None and not opened.has_text
+    assert opened.tokenizer is None
     assert sum("token ids only" in note for note in opened.notes) == 1
     assert opened.model(torch.tensor([[0, 319]])).shape == (1, 2, 320)
     with pytest.raises(ValueError) as caught:
@@ -72,3 +72,16 @@ def test_a_folders_own_tokenizer_is_used(folder):
     opened = open_model(str(folder))
     assert opened.encode("the state") == library.encode("the state").ids
     assert opened.no_text is None and not any("ids" in note for note in opened.notes)
+
+
+def test_a_bare_model_that_was_loaded_takes_the_tokenizer_and_ends_of_its_folder(tmp_path):
+    """An engine around it must not speak bytes to a model that was trained on something else."""
+    KimiForCausalLM.from_config(preset("nano"), seed=0).save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{damaged")
+    model = KimiForCausalLM.from_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"tokenizer\.json|tokenizers"):
+        around(model).encode("a")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    (tmp_path / "m" / "generation_config.json").write_text('{"eos_token_id": [9]}')
+    opened = around(KimiForCausalLM.from_pretrained(tmp_path / "m"))
+    assert opened.end_ids == {2, 9} and opened.sample_below is None

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kimi_mini import SamplingParams
-from kimi_mini.serving.open_model import speaking_bytes
+from kimi_mini.serving.open_model import around
 from kimi_mini.serving.request import make_request
 from tests.kimi_mini.serving.alone import small_model
 
 
 def opened(**changes):
-    ours = speaking_bytes(small_model(torch.float32, context=32))
+    ours = around(small_model(torch.float32, context=32))
     return dataclasses.replace(ours, **changes)
 
 

@@ -84,7 +84,7 @@ def test_edge_values_are_legal_and_kept(given):
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("n", [0, -1, True, 1.0, "1", None, math.nan], "an integer of at least 1"),
+        ("n", [0, -1, True, 1.0, "1", None, math.nan, 16385, 10**9], "an integer in 1..16384"),
         ("presence_penalty", [-2.001, 2.001, math.nan, math.inf, "0", True, None], "in -2..2"),
         ("frequency_penalty", [-3, 3, math.nan, -math.inf, "0", False, None], "in -2..2"),
         (

@@ -60,7 +60,7 @@ def test_a_golden_checkpoint_fills_every_parameter_with_its_own_tensors(golden, 
         stored.removeprefix("language_model."): tensor
         for stored, tensor in load_file(golden / name / SINGLE).items()
     }
-    assert report == (len(stored), 0, 0, ())
+    assert report == (golden / name, len(stored), 0, 0, ())
     layers = "model.layers.{}.self_attn.{}"
     kda, mla = config.kda_layer_ids[-1], config.mla_layer_ids[-1]
     names = [layers.format(kda, f"{x}_proj.weight") for x in ("q", "k", "v", "f_a", "b")]

@@ -277,7 +277,7 @@ def test_the_peer_has_our_widths_and_layers():
     assert (options["num_local_experts"], options["num_experts_per_tok"]) == (16, 4)
 
 
-def test_transformers_runs_as_the_peer_of_anchors_3_2():
+def test_transformers_runs_as_the_peer_of_62_million_parameters():
     pytest.importorskip("transformers")
     config = preset("nano")
     peer = bench_peer.TransformersPeer(config, torch.float32)

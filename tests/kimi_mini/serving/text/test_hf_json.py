@@ -128,25 +128,6 @@ def test_truncation_and_padding_of_the_file_do_not_touch_prompts(tmp_path):
     assert JsonTokenizer(tmp_path).encode("the state of a prefix") == plain
 
 
-@pytest.mark.parametrize(
-    "declared, ends",
-    [(None, set()), ("</s>", {1}), ({"content": "</s>", "special": True}, {1})],
-)
-def test_the_end_is_what_tokenizer_config_declares(tmp_path, declared, ends):
-    small.byte_level_bpe(tmp_path)
-    small.write_json(tmp_path, "tokenizer_config.json", {"eos_token": declared})
-    assert JsonTokenizer(tmp_path).end_ids == ends
-
-
-def test_an_end_that_the_vocabulary_lacks_is_refused(tmp_path):
-    small.byte_level_bpe(tmp_path)
-    small.write_json(tmp_path, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
-    with pytest.raises(
-        ValueError, match=r"eos_token is '<\|im_end\|>', which tokenizer.json lacks"
-    ):
-        JsonTokenizer(tmp_path)
-
-
 def test_text_that_is_no_unicode_is_refused(tmp_path):
     ours, _ = byte_level(tmp_path)
     with pytest.raises(ValueError, match="at character 1, which is no Unicode character"):

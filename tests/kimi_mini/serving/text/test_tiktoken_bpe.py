@@ -41,7 +41,7 @@ def with_specials(folder, **config):
         FIRST + 1: {"content": "[EOS]", "special": True},
         FIRST + 2: {"content": "<think>", "special": False},
     }
-    config = {"bos_token": "[BOS]", "eos_token": "[EOS]", "added_tokens_decoder": decoder} | config
+    config = {"bos_token": "[BOS]", "added_tokens_decoder": decoder} | config
     return made(folder, MORE, config)
 
 
@@ -110,7 +110,6 @@ def test_no_part_of_a_character_is_emitted(tokenizer):
 def test_without_a_config_the_256_specials_have_the_reserved_names(tokenizer):
     assert tokenizer.vocab_size == FIRST + 256
     assert tokenizer.special_ids == set(range(FIRST, FIRST + 256))
-    assert tokenizer.end_ids == frozenset()
     assert tokenizer.encode(f"a<|reserved_token_{FIRST}|>") == [ord("a"), FIRST]
     beyond = tokenizer.encode(f"<|reserved_token_{FIRST + 256}|>")
     assert len(beyond) > 1 and max(beyond) < FIRST
@@ -123,7 +122,6 @@ def test_specials_are_named_by_the_config_and_known_in_text(tmp_path):
     assert tokenizer.decode(ids) == "a<think>中"
     assert tokenizer.decode(ids, skip_special=False) == "[BOS]a<think>中[EOS]"
     assert tokenizer.special_ids == set(range(FIRST, FIRST + 256)) - {FIRST + 2}
-    assert tokenizer.end_ids == {FIRST + 1}
     assert len(tokenizer.encode(f"<|reserved_token_{FIRST}|>")) > 1  # that id has another name
 
 
@@ -138,7 +136,10 @@ def test_bos_is_added_only_where_the_config_asks(tmp_path, asked, first):
     "config, says",
     [
         ({"add_bos_token": True, "bos_token": None}, "add_bos_token without a bos_token"),
-        ({"eos_token": "</s>"}, "eos_token is '</s>', which is no special token"),
+        (
+            {"add_bos_token": True, "bos_token": "</s>"},
+            "bos_token is '</s>', which is no special token",
+        ),
         ({"add_bos_token": True, "bos_token": "a"}, "bos_token is 'a', which is no special token"),
         ({"added_tokens_decoder": {"255": {"content": "x"}}}, "names [255], but ids below 283"),
         (
@@ -155,7 +156,7 @@ def test_a_config_that_contradicts_the_file_is_one_line(tmp_path, config, says):
     if isinstance(config, str):
         path.write_text(config)
     else:
-        base = {"added_tokens_decoder": {}, "eos_token": None}
+        base = {"added_tokens_decoder": {}}
         small.write_json(tmp_path, path.name, base | config)
     with pytest.raises(ValueError) as caught:
         TiktokenTokenizer(tmp_path)

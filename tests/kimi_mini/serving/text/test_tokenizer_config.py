@@ -8,13 +8,16 @@ from kimi_mini.serving.text.tokenizer_config import Added, TokenizerConfig, read
 
 
 def test_no_file_declares_nothing(tmp_path):
-    assert read_tokenizer_config(tmp_path) == TokenizerConfig(None, None, False, {})
+    assert read_tokenizer_config(tmp_path) == TokenizerConfig(None, False, {})
 
 
-def test_both_forms_of_a_token_are_read(tmp_path):
+@pytest.mark.parametrize(
+    "bos", ["[BOS]", {"content": "[BOS]", "lstrip": False, "__type": "AddedToken"}]
+)
+def test_both_forms_of_a_token_are_read(tmp_path, bos):
     raw = {
-        "bos_token": "[BOS]",
-        "eos_token": {"content": "[EOS]", "lstrip": False, "__type": "AddedToken"},
+        "bos_token": bos,
+        "eos_token": "[EOS]",
         "add_bos_token": None,
         "chat_template": "{{ x }}",
         "added_tokens_decoder": {
@@ -25,7 +28,7 @@ def test_both_forms_of_a_token_are_read(tmp_path):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(raw))
     added = {7: Added("[EOS]", True), 9: Added("<think>", False), 10: Added("?", True)}
-    assert read_tokenizer_config(tmp_path) == TokenizerConfig("[BOS]", "[EOS]", False, added)
+    assert read_tokenizer_config(tmp_path) == TokenizerConfig("[BOS]", False, added)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +36,8 @@ def test_both_forms_of_a_token_are_read(tmp_path):
     [
         ("", "not JSON text"),
         ("[]", "holds a list"),
-        ('{"eos_token": 5}', "eos_token is 5, allowed: text"),
-        ('{"eos_token": ""}', 'eos_token is "", allowed: text'),
+        ('{"bos_token": 5}', "bos_token is 5, allowed: text"),
+        ('{"bos_token": ""}', 'bos_token is "", allowed: text'),
         ('{"bos_token": {"special": true}}', "bos_token is"),
         ('{"add_bos_token": 1}', "add_bos_token is 1, allowed: true, false or null"),
         ('{"added_tokens_decoder": []}', "added_tokens_decoder is [], allowed: an object"),
