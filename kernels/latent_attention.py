@@ -50,17 +50,18 @@ def attend_materialised(q: Tensor, rows: Tensor, kv_b: Tensor, context_len: int)
         qb = q[:, first:last]
         shared = torch.matmul(qb[..., nope:], r[:seen].mT)
         scores = torch.baddbmm(shared, qb[..., :nope], k[:, :seen].mT)
-        future = torch.ones(last - first, seen, dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(future.triu(context_len + first + 1), float("-inf"))
+        # earlier columns are seen by every query of the block
+        future = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., context_len + first :].masked_fill_(future, float("-inf"))
         outputs.append(torch.bmm(torch.softmax(scores, -1), v[:, :seen]))
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
-def attend_absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, lengths: Tensor) -> Tensor:
+def attend_absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Attention of one query for each of B requests over its own latent rows.
 
-    q [B, H, nope+R]; rows [B, S, L+R], request b owning the first lengths[b] of them (the rest must
-    be finite, see `paging.row_index`); kv_b [H, nope+V, L]; lengths [B] >= 1.
+    q [B, H, nope+R]; rows [B, S, L+R], request b owning the first lengths[b] >= 1 of them (the rest
+    must be finite, see `paging.read_rows`), None: all; kv_b [H, nope+V, L].
     Returns [B, H, V] in float32 (float64 for float64 q).
     """
     dtype = compute_dtype(q)
@@ -72,8 +73,10 @@ def attend_absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, lengths: Tensor) -> T
     absorbed = torch.bmm(q[..., :nope], kv_b[:, :nope])  # [H, B, L]
     query = torch.cat([absorbed, q[..., nope:]], -1).transpose(0, 1)  # [B, H, L+R]
     scores = torch.bmm(query, rows.mT)  # [B, H, S]
-    unseen = torch.arange(rows.shape[1], device=q.device) >= lengths[:, None]
-    weights = torch.softmax(scores.masked_fill(unseen[:, None], float("-inf")), -1)
+    if lengths is not None:
+        unseen = torch.arange(rows.shape[1], device=q.device) >= lengths[:, None]
+        scores = scores.masked_fill(unseen[:, None], float("-inf"))
+    weights = torch.softmax(scores, -1)
     latent = torch.bmm(weights, rows[..., :L]).transpose(0, 1)  # [H, B, L]
     return torch.bmm(latent, kv_b[:, nope:].mT).transpose(0, 1)
 
@@ -81,21 +84,23 @@ def attend_absorbed(q: Tensor, rows: Tensor, kv_b: Tensor, lengths: Tensor) -> T
 def attend(q: Tensor, pool: Tensor, kv_b: Tensor, step: AttentionMetadata) -> Tensor:
     """All rows of a step: q [N, H, nope+R] over pool [pages, page, L+R] → [N, H, V].
 
-    Rows of one token are absorbed together, longer ones materialised one by one; a row's own length
-    decides, never its neighbours. Tokens of no row give zeros.
+    Rows of one token are absorbed together with those of similar length, longer ones materialised
+    one by one; a row's own length decides which. Tokens of no row give zeros.
     """
     H, V = kv_b.shape[0], kv_b.shape[1] - (q.shape[-1] - (pool.shape[-1] - kv_b.shape[-1]))
-    parts = [
-        attend_materialised(q[row.tokens], read_rows(pool, row.index), kv_b, row.context_len)
-        for row in step.extend
-    ]
-    if step.decode is not None:
-        tokens, index, lengths = step.decode
-        parts.append(attend_absorbed(q[tokens], read_rows(pool, index), kv_b, lengths))
+    where, parts = [], []
+    for row in step.extend:
+        rows = read_rows(pool, row.pages, row.total)
+        where.append(row.tokens)
+        parts.append(attend_materialised(q[row.tokens], rows, kv_b, row.context_len))
+    for group in step.decode:
+        where.append(group.tokens)
+        rows = read_rows(pool, group.pages, group.longest, group.beyond)
+        lengths = None if group.beyond is None else group.lengths
+        parts.append(attend_absorbed(q[group.tokens], rows, kv_b, lengths))
     if len(parts) == 1 and parts[0].shape[0] == q.shape[0]:
         return parts[0]
     o = q.new_zeros(q.shape[0], H, V, dtype=compute_dtype(q))
-    where = [row.tokens for row in step.extend] + ([step.decode.tokens] if step.decode else [])
     for tokens, part in zip(where, parts, strict=True):
         o[tokens] = part
     return o

@@ -1,8 +1,12 @@
-"""Latent rows in pages: from page tables and lengths to row addresses, once per step.
+"""Latent rows in pages: from page tables and lengths to what attention reads, once per step.
 
 A pool holds latent rows as [pages, page, L+R]; request b's row number t lies in page
-page_table[b, t // page] at place t % page. Page 0 is the padding sink. Only rows below a request's
-length are ever read, so page numbers of -1 and NaN beyond it are harmless.
+page_table[b, t // page] at place t % page. Page 0 is the padding sink. Whole pages are read, but
+nothing beyond a request's length leaves this file: it is cut off, or made zero where a longer
+neighbour is read beside it. So page numbers of -1 and NaN beyond it are harmless.
+
+Requests of one query are read together, [B, S, L+R], in groups of similar length: a long one would
+otherwise make every short one as dear as itself.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from torch import Tensor
 
 from kernels.packing import check_integers, integers, row_lengths
 
+# Up to so many latent rows are read in less time than a group of its own would take.
+_SHORT = 64
+
 
 class RowIndex(NamedTuple):
     """Addresses of latent rows: page numbers and places within the page, same shape, int64."""
@@ -25,19 +32,32 @@ class RowIndex(NamedTuple):
 
 
 class ExtendRow(NamedTuple):
-    """One row of several queries: its tokens in the batch, and its context + T latent rows."""
+    """One row of several queries: its tokens in the batch, and the pages [P] of its latent rows."""
 
     tokens: slice
-    index: RowIndex  # [context + T] each
+    pages: Tensor
     context_len: int
+
+    @property
+    def total(self) -> int:
+        """Its latent rows, context + T."""
+        return self.context_len + self.tokens.stop - self.tokens.start
 
 
 class DecodeRows(NamedTuple):
-    """All rows of one query: their tokens [B], latent rows [B, max length] and lengths [B]."""
+    """Rows of one query and of similar length: their tokens [B] and what is read for them.
+
+    pages [B, P]   a row's last page repeated beyond its own
+    lengths [B]    latent rows of each; longest: the greatest
+    beyond         places, flat in [B * P * page], that are read up to `longest` and are no
+                   row's; None where all are equally long
+    """
 
     tokens: Tensor | slice
-    index: RowIndex
+    pages: Tensor
     lengths: Tensor
+    longest: int
+    beyond: Tensor | None
 
 
 class Destinations(NamedTuple):
@@ -49,25 +69,22 @@ class Destinations(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The rows of one step as latent attention sees them; empty rows are in neither group."""
+    """The rows of one step as latent attention sees them; empty rows are in no group."""
 
     extend: tuple[ExtendRow, ...]
-    decode: DecodeRows | None
+    decode: tuple[DecodeRows, ...]
 
 
-def row_index(page_table: Tensor, lengths: Tensor, page: int) -> RowIndex:
-    """Addresses of the first lengths[b] latent rows of B requests, [B, max(lengths)] each.
+def read_rows(pool: Tensor, pages: Tensor, count: int, beyond: Tensor | None = None) -> Tensor:
+    """The first `count` latent rows in pages [..., P], copied: [..., count, L+R]; any page stride.
 
-    page_table [B, P] page numbers, -1 where unused; lengths [B] >= 1. Beyond a request's length
-    its last row is repeated: always valid data of its own, for the caller to mask.
+    By whole pages: one copy of page * (L+R) numbers instead of as many as it has rows. beyond: see
+    DecodeRows; zeros are read there, for a NaN would outlive a weight of 0.
     """
-    places = torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
-    return RowIndex(page_table.long().gather(1, places // page), places % page)
-
-
-def read_rows(pool: Tensor, index: RowIndex) -> Tensor:
-    """Copies of the addressed rows, [*index shape, L+R]; any page stride."""
-    return pool[index.page, index.place]
+    read = pool.index_select(0, pages.flatten()).flatten(0, 1)
+    if beyond is not None:
+        read.index_fill_(0, beyond, 0)
+    return read.view(*pages.shape[:-1], -1, pool.shape[-1])[..., :count, :]
 
 
 def write_rows(pool: Tensor, rows: Tensor, where: Destinations) -> None:
@@ -111,16 +128,43 @@ def build_attention_metadata(
         if length == 1:
             single.append(r)
         elif length:
-            index = row_index(table[r : r + 1], torch.tensor([totals[r]]), page)
-            own = RowIndex(index.page[0], index.place[0])
-            extend.append(ExtendRow(slice(begins[r], begins[r] + length), own, context[r]))
-    if not single:
-        return AttentionMetadata(tuple(extend), None)
-    counts = torch.tensor([totals[r] for r in single])
-    whole = len(single) == starts[-1]
-    tokens = slice(0, len(single)) if whole else torch.tensor([begins[r] for r in single])
-    decode = DecodeRows(tokens, row_index(table[single], counts, page), counts)
-    return AttentionMetadata(tuple(extend), decode)
+            pages_read = table[r, : -(-totals[r] // page)]
+            extend.append(ExtendRow(slice(begins[r], begins[r] + length), pages_read, context[r]))
+    decode = []
+    for group in similar([totals[r] for r in single]):
+        rows = [single[i] for i in group]
+        whole = len(rows) == starts[-1]
+        tokens = slice(0, len(rows)) if whole else torch.tensor([begins[r] for r in rows])
+        decode.append(_decode_rows(tokens, table[rows], [totals[r] for r in rows], page))
+    return AttentionMetadata(tuple(extend), tuple(decode))
+
+
+def similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of lengths in groups, each in ascending order: within one, none is longer than twice
+    the shortest (or than _SHORT), so that reading all as far as the longest reads at most twice
+    what is there."""
+    groups: list[list[int]] = []
+    limit = -1
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if lengths[i] > limit:
+            groups.append([])
+            limit = max(2 * lengths[i], _SHORT)
+        groups[-1].append(i)
+    return [sorted(group) for group in groups]
+
+
+def _decode_rows(
+    tokens: Tensor | slice, table: Tensor, totals: Sequence[int], page: int
+) -> DecodeRows:
+    """table [B, P or more], of which a row of totals[b] latent rows uses what it needs."""
+    lengths, longest = torch.tensor(totals), max(totals)
+    last = (lengths - 1) // page
+    pages = table.gather(1, torch.arange(-(-longest // page)).minimum(last[:, None]))
+    if min(totals) == longest:
+        return DecodeRows(tokens, pages, lengths, longest, None)
+    width = pages.shape[1] * page
+    beyond = [torch.arange(b * width + n, b * width + longest) for b, n in enumerate(totals)]
+    return DecodeRows(tokens, pages, lengths, longest, torch.cat(beyond))
 
 
 def _checked_table(
@@ -162,13 +206,12 @@ def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> 
     """
     own = torch.full_like(out_rows, -1)
     for row in step.extend:
-        flat = row.index.page * page + row.index.place
-        own[row.tokens] = flat[row.context_len :]
-    if step.decode is not None:
-        tokens, index, lengths = step.decode
-        last = (lengths - 1).unsqueeze(1)
-        flat = index.page.gather(1, last) * page + index.place.gather(1, last)
-        own[tokens] = flat.squeeze(1)
+        places = torch.arange(row.context_len, row.total)
+        own[row.tokens] = row.pages[places // page] * page + places % page
+    for group in step.decode:
+        last = group.lengths - 1
+        pages = group.pages.gather(1, (last // page).unsqueeze(1)).squeeze(1)
+        own[group.tokens] = pages * page + last % page
     written = (out_rows >= 0) & (own >= 0)
     wrong = torch.where(own >= 0, written & (out_rows != own), out_rows >= page)
     if bool(wrong.any()):

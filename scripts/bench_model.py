@@ -28,6 +28,7 @@ from kimi_mini.workbench.bench import measure_machine
 from kimi_mini.workbench.bench_model import Plan, growth, measure
 from kimi_mini.workbench.bench_peer import find_peer
 
+MOST_STEPS = 10_000  # of one timing: each is a batch made beforehand
 COUNTS = ("depths", "batches", "prompt", "prefill_chunk", "decode_steps", "repeats")
 
 
@@ -54,6 +55,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             if number < least:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} must be at least {least}, got {number}")
+    if args.decode_steps > MOST_STEPS:
+        raise UserError(f"--decode-steps must be 1..{MOST_STEPS}, got {args.decode_steps}")
     return args
 
 

@@ -28,6 +28,8 @@ from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
 
 # Up to so many tokens (a decode step, a short piece) share one padded product over all experts.
 PADDED_TOKENS = 128
+# Up to so many choices (tokens * k) take a product each: no matrix is copied, or read for nobody.
+SINGLE_CHOICES = 16
 
 
 class Routing(NamedTuple):
@@ -96,8 +98,8 @@ class Experts(nn.Module):
         """Weighted sum over the chosen experts: x [N, L] → [N, L] in float32 (float64)."""
         N, k = routing.experts.shape
         E = self.w13.shape[0]
-        if 3 * N * k < E:  # a fetched matrix crosses the bus three times, a padded one once
-            out = self._gathered(x, routing.experts)
+        if 0 < N * k <= max(SINGLE_CHOICES, E // 3):  # far fewer matrices than there are
+            out = self._choice_by_choice(x, routing.experts)
         elif N <= PADDED_TOKENS:
             out = self._padded(x, routing.experts)
         else:
@@ -105,14 +107,13 @@ class Experts(nn.Module):
         weights = routing.weights.unsqueeze(1)  # [N, 1, k]
         return torch.bmm(weights, out.view(N, k, x.shape[-1]).to(weights.dtype)).squeeze(1)
 
-    def _gathered(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Few tokens: fetch each choice's own matrices. Returns [N*k, L], choices in order."""
-        # products and sums: torch.bmm with a single column takes several times as long
-        chosen = experts.flatten()
-        inputs = x.repeat_interleave(experts.shape[1], 0).unsqueeze(1)  # [N*k, 1, L]
-        dtype = compute_dtype(x)  # of products and sums; rounded once, like a matrix product
-        hidden = self.glu((self.w13[chosen] * inputs.to(dtype)).sum(-1).to(x.dtype))
-        return (self.w2[chosen] * hidden.to(dtype).unsqueeze(1)).sum(-1).to(x.dtype)
+    def _choice_by_choice(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Few tokens: each choice's product over the matrix where it lies. [N*k, L], in order."""
+        chosen, inputs = experts.flatten().tolist(), x.repeat_interleave(experts.shape[1], 0)
+        pairs = zip(inputs, chosen, strict=True)
+        hidden = self.glu(torch.stack([F.linear(token, self.w13[e]) for token, e in pairs]))
+        pairs = zip(hidden, chosen, strict=True)
+        return torch.stack([F.linear(inner, self.w2[e]) for inner, e in pairs])
 
     def _padded(self, x: Tensor, experts: Tensor) -> Tensor:
         """Some tokens: every expert takes as many places as the fullest one. [N*k, L]."""

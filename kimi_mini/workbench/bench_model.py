@@ -7,11 +7,13 @@ rows it reads, not on what they say. One pool of slots and pages serves all cell
     prefill   `prompt` tokens in all, shared out evenly to the rows, from depth d on, in steps of
               about `prefill_chunk` tokens over all rows; logits of each row's last token alone
     decode    one token a row over d + 1 latent rows, every step at the same depth: the new latent
-              row is written to the same place again, the recurrent state moves on
+              row is written to the same place again, the recurrent state moves on. One cell more
+              than the grid is mixed: of the largest batch, only the last row is deep
 
 What of a decode step depends on d is timed by itself right after it: the latent attention of all
 MLA layers, and the preparing of a step (its checks, and the addresses of the rows it reads). The
-rest is what KDA promises not to grow. Not counted: sampling, and writing down a batch.
+rest is what KDA promises not to grow. Beside the step, not in it: packing the plans of a cache into
+a batch, as the engine's executor does. Not counted: sampling, and the cache itself.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cache.leases import CacheRequest, Hit, Lease, StepPlan
 from kernels.latent_attention import attend
 from kimi_mini.batch import ForwardBatch, ModelState, allocate_state, prepare_step, state_form
 from kimi_mini.config import KimiConfig
 from kimi_mini.machine import refuse_oversize
 from kimi_mini.model import KimiForCausalLM
+from kimi_mini.serving.executor import pack
 from kimi_mini.workbench.bench import medians, using_threads
 
 PAGE = 16
+SHALLOW = 16  # tokens before the short rows of a mixed batch
 PEER_DEEPEST = 2048  # a peer gets to a depth by prefill only, so not to any
 WARM_UP = 2  # calls that `medians` makes before those that count
 # standard deviations, near those of the bench preset after a real prompt
@@ -49,16 +54,18 @@ class Work(StrEnum):
 
 
 class Cell(NamedTuple):
-    """One figure of the grid: `batch` rows, each `depth` tokens deep, each adding `length`."""
+    """One figure: `batch` rows, each `depth` tokens deep, each adding `length`; with `shallow`,
+    only the last row is at `depth`, the others at `shallow`."""
 
     work: Work
     depth: int
     batch: int
     length: int
+    shallow: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.work}, depth {self.depth}, batch {self.batch}"
+        return f"{self.work}, depth {_depths(self)}, batch {self.batch}"
 
 
 class Skipped(NamedTuple):
@@ -81,7 +88,8 @@ class Plan:
     decode_steps: int
 
     def cells(self, config: KimiConfig) -> tuple[list[Cell], list[Skipped]]:
-        """Every depth and batch once, by kind of work; what does not fit the model is skipped."""
+        """Every depth and batch once, by kind of work, and the mixed one; what does not fit the
+        model is skipped."""
         cells, skipped = [], []
         for work in Work:
             for depth in dict.fromkeys(self.depths):
@@ -92,7 +100,15 @@ class Plan:
                         skipped.append(Skipped(work, depth, batch, reason))
                     else:
                         cells.append(cell)
-        return cells, skipped
+        return cells + self._mixed(cells), skipped
+
+    def _mixed(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The deepest decode cell of the largest batch, all rows but one short."""
+        several = [cell for cell in cells if cell.work is Work.DECODE and cell.batch > 1]
+        if not several:
+            return []
+        deepest = max(several, key=lambda cell: (cell.batch, cell.depth))
+        return [deepest._replace(shallow=SHALLOW)] if deepest.depth > SHALLOW else []
 
     def _misfit(self, cell: Cell, context: int) -> str | None:
         if cell.length == 0:
@@ -147,7 +163,7 @@ class PrefillFigure(NamedTuple):
 class DecodeFigure(NamedTuple):
     """One step of `batch` rows at `depth`, and the parts of it that read the depth; milliseconds.
 
-    The parts are run once more, alone, with warmer caches than within the step.
+    The parts are run once more, alone, with warmer caches than within the step; shallow: see Cell.
     """
 
     work = Work.DECODE
@@ -158,6 +174,8 @@ class DecodeFigure(NamedTuple):
     attention_ms: float  # latent attention of all MLA layers, reading the rows included
     prepare_ms: float  # checks and row addresses
     rest_ms: float  # should be the same at any depth
+    pack_ms: float  # from a cache's plans to the batch; not part of the step
+    shallow: int | None = None
 
     @property
     def rate(self) -> float:
@@ -169,13 +187,14 @@ class DecodeFigure(NamedTuple):
 
     def as_row(self) -> dict[str, str]:
         return {
-            "depth": f"{self.depth:,}",
+            "depth": _depths(self),
             "batch": f"{self.batch}",
             "tokens/s": f"{self.rate:,.1f}",
             "step": f"{self.step_ms:.2f}",
             "latent attention": f"{self.attention_ms:.2f}",
             "preparing": f"{self.prepare_ms:.2f}",
             "all the rest": f"{self.rest_ms:.2f}",
+            "(packing)": f"{self.pack_ms:.2f}",
         }
 
 
@@ -220,9 +239,17 @@ class Report(NamedTuple):
         return lists | {"skipped": [entry._asdict() for entry in self.skipped]}
 
 
+def _depths(of: Cell | DecodeFigure) -> str:
+    """The depths of the rows, in words."""
+    if of.shallow is None:
+        return f"{of.depth:,}"
+    return f"{of.shallow:,} and one {of.depth:,}"
+
+
 def growth(figures: Sequence[DecodeFigure]) -> list[str]:
     """For each batch, what a step costs more at its greatest depth than at its least, in words."""
     lines = []
+    figures = [figure for figure in figures if figure.shallow is None]
     for batch in dict.fromkeys(figure.batch for figure in figures):
         same = sorted(figure for figure in figures if figure.batch == batch)
         near, far = same[0], same[-1]
@@ -255,24 +282,28 @@ class Stage:
         each = -(-tokens // PAGE)
         return self.pages[: batch * each].view(batch, each)
 
-    def step(self, table: Tensor, ids: Tensor, context: int, logits: bool = True) -> ForwardBatch:
+    def step(
+        self, table: Tensor, ids: Tensor, context: int | Sequence[int], logits: bool = True
+    ) -> ForwardBatch:
         """ids [B, n] behind `context` tokens of each row; table [B, P]; row r has slot r + 1."""
         B, n = ids.shape
-        places = torch.arange(context, context + n)
+        contexts = torch.as_tensor(context).expand(B)
+        places = contexts[:, None] + torch.arange(n)
         return ForwardBatch(
             token_ids=ids.flatten(),
             query_start=torch.arange(B + 1) * n,
-            context_len=torch.full((B,), context),
+            context_len=contexts,
             slots=torch.arange(1, B + 1),
             page_table=table,
-            out_rows=(table[:, places // PAGE] * PAGE + places % PAGE).flatten(),
-            logits_at=None if logits else places[:0],
+            out_rows=(table.gather(1, places // PAGE) * PAGE + places % PAGE).flatten(),
+            logits_at=None if logits else torch.arange(0),
         )
 
     def prefill_steps(self, cell: Cell, chunk: int) -> list[ForwardBatch]:
         """The pieces of a prompt, each row's share of about `chunk` tokens a step."""
         table = self.page_table(cell.batch, cell.depth + cell.length)
-        pieces = self.random_ids(cell.batch, cell.length).split(max(1, chunk // cell.batch), 1)
+        size = min(max(1, chunk // cell.batch), cell.length)
+        pieces = self.random_ids(cell.batch, cell.length).split(size, 1)
         ends = torch.tensor([piece.shape[1] for piece in pieces]).cumsum(0).tolist()
         return [
             self.step(table, piece, cell.depth + end - piece.shape[1], end == cell.length)
@@ -280,10 +311,21 @@ class Stage:
         ]
 
     def decode_steps(self, cell: Cell, count: int) -> list[ForwardBatch]:
-        """`count` steps of different tokens, all at the cell's depth."""
+        """`count` steps of different tokens, all at the cell's depths."""
         table = self.page_table(cell.batch, cell.depth + 1)
         columns = self.random_ids(cell.batch, count).split(1, 1)
-        return [self.step(table, ids, cell.depth) for ids in columns]
+        return [self.step(table, ids, row_depths(cell)) for ids in columns]
+
+    def packing(self, cell: Cell) -> Callable[[], ForwardBatch]:
+        """What packs a decode step of the cell, from the plans that a cache would have made."""
+        table, depths = self.page_table(cell.batch, cell.depth + 1).tolist(), row_depths(cell)
+        plans = []
+        for r, (pages, depth) in enumerate(zip(table, depths, strict=True)):
+            own = (pages[: -(-(depth + 1) // PAGE)],)
+            lease = Lease(CacheRequest(f"row {r}", range(depth + 1)), Hit(), own, [r + 1], depth)
+            plans.append(StepPlan(lease, depth, depth + 1, own, (r + 1,)))
+        wanted = [range(plan.start, plan.end) for plan in plans]
+        return lambda: pack(plans, wanted, PAGE)
 
     def random_ids(self, batch: int, tokens: int) -> Tensor:
         """[batch, tokens] from the whole vocabulary, the same for the same shape."""
@@ -317,6 +359,12 @@ class Stage:
         return prepare_step(batch, self.state, model.config, model.dtype, model.dispatcher)
 
 
+def row_depths(cell: Cell) -> list[int]:
+    """Depth of each row of a cell."""
+    short = cell.depth if cell.shallow is None else cell.shallow
+    return [short] * (cell.batch - 1) + [cell.depth]
+
+
 def set_stage(model: KimiForCausalLM, cells: Sequence[Cell]) -> Stage:
     """Slots and pages for the largest of the cells, all filled with random numbers.
 
@@ -338,21 +386,22 @@ def set_stage(model: KimiForCausalLM, cells: Sequence[Cell]) -> Stage:
 
 @dataclass
 class DecodeTimer:
-    """Times steps and, right after each, its parts alone, so that a slow moment falls on all three.
+    """Times steps and, right after each, its parts alone, so that a slow moment falls on them all.
 
     One call runs all steps once and adds one sample: seconds a step of the step, of the latent
-    attention and of the preparing.
+    attention, of the preparing and of the packing.
     """
 
     stage: Stage
     steps: Sequence[ForwardBatch]
-    samples: list[tuple[float, float, float]] = field(default_factory=list)
+    pack: Callable[[], object]
+    samples: list[tuple[float, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.attend = self.stage.attention_alone(self.steps[0])
 
     def __call__(self) -> None:
-        whole = attention = preparing = 0.0
+        whole = attention = preparing = packing = 0.0
         for step in self.steps:
             began = time.perf_counter()
             self.stage.run([step])
@@ -360,19 +409,21 @@ class DecodeTimer:
             self.attend()
             attended = time.perf_counter()
             self.stage.prepare(step)
+            prepared = time.perf_counter()
+            self.pack()
+            packing += time.perf_counter() - prepared
             whole += ran - began
             attention += attended - ran
-            preparing += time.perf_counter() - attended
-        count = len(self.steps)
-        self.samples.append((whole / count, attention / count, preparing / count))
+            preparing += prepared - attended
+        parts = (whole, attention, preparing, packing)
+        self.samples.append(tuple(part / len(self.steps) for part in parts))
 
     def figure(self, cell: Cell, warm_up: int) -> DecodeFigure:
         """Medians of all samples but the first `warm_up`; the rest is taken sample by sample."""
         samples = self.samples[warm_up:]
-        columns = [*zip(*samples, strict=True), [a - b - c for a, b, c in samples]]
-        return DecodeFigure(
-            cell.depth, cell.batch, *(statistics.median(column) * 1e3 for column in columns)
-        )
+        columns = zip(*[(a, b, c, a - b - c, d) for a, b, c, d in samples], strict=True)
+        parts = [statistics.median(column) * 1e3 for column in columns]
+        return DecodeFigure(cell.depth, cell.batch, *parts, cell.shallow)
 
 
 def measure(
@@ -404,7 +455,7 @@ def measure(
 
 def _function(stage: Stage, cell: Cell, plan: Plan) -> Callable[[], object]:
     if cell.work is Work.DECODE:
-        return DecodeTimer(stage, stage.decode_steps(cell, plan.decode_steps))
+        return DecodeTimer(stage, stage.decode_steps(cell, plan.decode_steps), stage.packing(cell))
     steps = stage.prefill_steps(cell, plan.prefill_chunk)
     return lambda: stage.run(steps)
 

@@ -184,6 +184,34 @@ def test_rows_of_a_batch_are_the_rows_alone(page):
         assert relative_error(attend(q[first:last], pool, kv_b, alone), true) <= 1e-6, r
 
 
+@pytest.mark.parametrize("page", [1, 3, 16])
+@pytest.mark.parametrize("depths", [[1, 5, 16, 1000], [1000, 3, 600, 0, 999, 700, 1000]])
+def test_decode_rows_of_all_depths_are_the_rows_alone(depths, page):
+    """Groups of similar length, a prefill piece and a padding row on the sink between them; NaN
+    wherever no row is."""
+    first, sink = depths[:2], len(depths) + 1
+    queries = [1] * len(first) + [5] + [1] * (len(depths) - 2) + [1]
+    contexts = [*first, 20, *depths[2:], 0]
+    kv_b = torch.randn(H, NOPE + V, L)
+    rows = [torch.randn(c + t, WIDTH) for c, t in zip(contexts, queries, strict=True)]
+    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
+    q = torch.randn(starts[-1], H, NOPE + ROPE)
+    pool, table = paged(rows, page)
+    table[sink, :] = 0  # the sink holds anything, here NaN
+    slots = [*range(1, sink + 1), 0]
+    options = {"page": page, "pages": pool.shape[0]}
+    step = build_attention_metadata(starts, contexts, table, slots=slots, **options)
+    together = attend(q, pool, kv_b, step)
+    for r, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if r == sink:
+            continue
+        own = slice(r, r + 1)
+        alone = build_attention_metadata([0, end - begin], contexts[own], table[own], **options)
+        expected = attend(q[begin:end], pool, kv_b, alone)
+        assert expected.isfinite().all()
+        assert relative_error(together[begin:end], expected) <= 1e-6, r
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_rows_stored_in_bf16_are_attended_in_float32(dtype):
     q, rows, kv_b = operands(5, 20, dtype)

@@ -1,5 +1,7 @@
 """Pages of latent rows: addresses, writes, and tables that do not fit."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from kernels.paging import (
     build_attention_metadata,
     build_destinations,
     read_rows,
-    row_index,
+    similar,
     write_rows,
 )
 
@@ -21,13 +23,9 @@ def places(flat, page, kept=None):
 
 
 def test_row_t_lives_in_page_t_by_page_at_place_t_modulo_page():
-    table = torch.tensor([[5, 2, 7], [4, -1, -1]])
-    index = row_index(table, torch.tensor([7, 2]), page=3)
-    assert index.page[0].tolist() == [5, 5, 5, 2, 2, 2, 7]
-    assert index.place[0].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    # beyond its length a request repeats its own last row: -1 is never looked at
-    assert index.page[1].tolist() == [4] * 7
-    assert index.place[1].tolist() == [0] + [1] * 6
+    pool = torch.arange(8 * 3).view(8, 3, 1)
+    read = read_rows(pool, torch.tensor([5, 2, 7]), 7)
+    assert read.flatten().tolist() == [15, 16, 17, 6, 7, 8, 21]
 
 
 @pytest.mark.parametrize("page", [1, 3, 16])
@@ -39,7 +37,8 @@ def test_what_is_written_is_read_back_and_nothing_else_changes(page):
     write_rows(pool, rows, places(where, page))
     assert torch.equal(pool.view(-1, 4)[where], rows)
     assert int(pool.isfinite().all(-1).sum()) == count
-    assert torch.equal(read_rows(pool, RowIndex(where // page, where % page)), rows)
+    every = read_rows(pool, torch.arange(pages), pages * page)
+    assert torch.equal(every[where], rows)
 
 
 def test_a_row_without_destination_is_dropped():
@@ -92,10 +91,71 @@ def test_rows_are_shared_out_by_their_own_length():
     step = build_attention_metadata([0, 3, 3, 4, 5], [2, 9, 5, 0], table, page=4, pages=9)
     (extend,) = step.extend
     assert (extend.tokens, extend.context_len) == (slice(0, 3), 2)
-    assert extend.index.page.tolist() == [1, 1, 1, 1, 2]
-    assert step.decode.tokens.tolist() == [3, 4]
-    assert step.decode.lengths.tolist() == [6, 1]
-    assert read_rows(torch.arange(9 * 4).view(9, 4, 1), step.decode.index)[1, 0].tolist() == [28]
+    assert extend.pages.tolist() == [1, 2] and extend.total == 5
+    (decode,) = step.decode
+    assert decode.tokens.tolist() == [3, 4]
+    assert decode.lengths.tolist() == [6, 1]
+    # -1 is never looked at: what a row has no page for is its own last one again
+    assert decode.pages.tolist() == [[5, 6], [7, 7]]
+    assert decode.beyond.tolist() == [8 + 1, 8 + 2, 8 + 3, 8 + 4, 8 + 5]
+
+
+def test_groups_depend_on_lengths_alone_and_keep_the_order_of_rows():
+    assert similar([]) == []
+    assert similar([500, 300, 500, 1, 64, 600, 601]) == [[3, 4], [0, 1, 2, 5], [6]]
+    assert similar([7] * 5) == [[0, 1, 2, 3, 4]]
+    assert similar([31, 64, 65]) == [[0, 1], [2]]
+    assert similar([64, 65]) == [[0, 1]]
+    assert similar([65, 130, 131]) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([16] * 15 + [16000], 2),
+        ([16000] + [16] * 15, 2),
+        ([1, 5, 16, 1000], 2),
+        ([900] * 16, 1),
+        ([70 * 2**i for i in range(8)], 4),
+        ([*range(100, 4000, 130)], 5),
+    ],
+)
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_at_most_twice_the_rows_that_are_there_are_read(lengths, groups, page):
+    """Rows of up to 64 count as 64, and the last page of each is read whole."""
+    B, most = len(lengths), -(-max(lengths) // page)
+    table = torch.ones(B, most, dtype=torch.long)
+    context = [n - 1 for n in lengths]
+    step = build_attention_metadata([*range(B + 1)], context, table, page=page, pages=2)
+    assert len(step.decode) == groups
+    pool = torch.zeros(2, page, 1)
+    attended = read = 0
+    for group in step.decode:
+        rows = read_rows(pool, group.pages, group.longest, group.beyond)
+        assert rows.shape[:2] == (len(group.lengths), int(group.lengths.max()))
+        attended += rows.shape[0] * rows.shape[1]
+        read += group.pages.numel() * page
+    assert attended <= 2 * sum(max(n, 64) for n in lengths)
+    assert read < attended + B * page
+    places = [torch.arange(B)[group.tokens].tolist() for group in step.decode]
+    assert sorted(itertools.chain(*places)) == [*range(B)]
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_what_lies_beyond_a_length_is_read_as_zero(page):
+    lengths = [40, 64, 33]
+    table = torch.arange(3 * 64).view(3, 64)
+    pool = torch.full((3 * 64, page, 2), float("nan"))
+    for b, n in enumerate(lengths):
+        for t in range(n):
+            pool[table[b, t // page], t % page] = 100 * b + t
+    context = [n - 1 for n in lengths]
+    step = build_attention_metadata([0, 1, 2, 3], context, table, page=page, pages=3 * 64)
+    (group,) = step.decode
+    rows = read_rows(pool, group.pages, group.longest, group.beyond)
+    for b, n in enumerate(lengths):
+        assert rows[b, :n, 0].tolist() == [100 * b + t for t in range(n)]
+        assert not rows[b, n:].any()
 
 
 @pytest.mark.parametrize(
@@ -120,5 +180,5 @@ def test_a_table_that_does_not_fit_is_refused(query_start, context, table, messa
 def test_an_unused_entry_of_any_kind_is_never_looked_at():
     table = torch.tensor([[3, -1, 99], [-7, -7, -7]])
     step = build_attention_metadata([0, 2, 2], [1, 50], table, page=4, pages=9)
-    assert step.extend[0].index.page.tolist() == [3, 3, 3]
-    assert step.decode is None
+    assert step.extend[0].pages.tolist() == [3]
+    assert step.decode == ()

@@ -31,7 +31,8 @@ def test_as_a_command_it_prints_both_tables_and_why_nothing_is_compared(tmp_path
     assert (done.returncode, done.stderr) == (0, "")
     for words in (
         "model nano, parameters 571,856", "dtype float32", "prefill_chunk 16", "GFLOP/s", "GB/s",
-        "tokens a row", "latent attention", "all the rest", "batch 2, from depth 0 to 40: ",
+        "tokens a row", "latent attention", "all the rest", "(packing)",
+        "16 and one 40", "batch 2, from depth 0 to 40: ",
         "no comparison: --no-peer was given",
     ):  # fmt: skip
         assert words in done.stdout, words
@@ -51,14 +52,17 @@ def test_json_has_a_figure_for_every_depth_and_batch(capsys, monkeypatch):
     assert (report["peer"], report["compared"], report["skipped"]) == (None, [], [])
     grid = [(depth, batch) for depth in (0, 40) for batch in (1, 2)]
     for part in ("prefill", "decode"):
-        assert [(f["depth"], f["batch"]) for f in report[part]] == grid
+        mixed = [(40, 2)] if part == "decode" else []
+        assert [(f["depth"], f["batch"]) for f in report[part]] == grid + mixed
         assert all(f["tokens_per_second"] > 0 for f in report[part])
     assert set(report["prefill"][0]) == {
         "depth", "batch", "row_tokens", "steps", "seconds", "tokens_per_second",
     }  # fmt: skip
     assert set(report["decode"][0]) == {
-        "depth", "batch", "step_ms", "attention_ms", "prepare_ms", "rest_ms", "tokens_per_second",
+        "depth", "batch", "step_ms", "attention_ms", "prepare_ms", "rest_ms", "pack_ms", "shallow",
+        "tokens_per_second",
     }  # fmt: skip
+    assert [f["shallow"] for f in report["decode"]] == [None] * 4 + [16]
     assert [f["row_tokens"] for f in report["prefill"]] == [24, 12, 24, 12]
 
 
@@ -115,6 +119,7 @@ def test_a_table_may_be_empty(capsys, monkeypatch):
         (["--prompt", "0"], "--prompt must be at least 1, got 0"),
         (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, got 0"),
         (["--decode-steps", "0"], "--decode-steps must be at least 1, got 0"),
+        (["--decode-steps", str(10**30)], "--decode-steps must be 1..10000, got 1000000"),
         (["--threads", "100000"], "--threads must be 1.."),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["--model", "no-such"], "model 'no-such' is neither a folder nor a preset"),

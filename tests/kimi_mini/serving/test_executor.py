@@ -7,7 +7,7 @@ from cache.leases import CacheRequest, Copy, CopyKind, ExportTo, StepPlan
 from cache.plain import PlainCache
 from kimi_mini import Engine, SamplingParams
 from kimi_mini.serving import memory
-from kimi_mini.serving.executor import ModelExecutor
+from kimi_mini.serving.executor import ModelExecutor, pack
 from tests.kimi_mini.serving.alone import alone, assert_same, small_model, stateless
 
 
@@ -55,7 +55,7 @@ def rows():
 def test_a_batch_of_mixed_rows_says_where_every_token_goes(rows):
     """a goes on in prefill, b begins, c decodes; pages of 4, two taken by a and c before."""
     plans = rows.step(a=(A, 3), b=(B, 3), c=(C, 1))
-    batch = rows.executor._batch(list(plans.values()), [range(0), range(2, 3), range(5, 6)])
+    batch = pack(list(plans.values()), [range(0), range(2, 3), range(5, 6)], 4)
     assert batch.token_ids.tolist() == [15, 16, 17, 6, 7, 8, 35]
     assert batch.query_start.tolist() == [0, 3, 6, 7]
     assert batch.context_len.tolist() == [5, 0, 5]
@@ -118,7 +118,7 @@ def test_exports_name_the_row_the_offset_and_the_slot():
     b = plans["b"]
     exporting = StepPlan(b.lease, b.start, b.end, b.pages, b.slots,
                          exports=(ExportTo(offset, (slot,)),))  # fmt: skip
-    batch = rows.executor._batch([plans["a"], exporting], [range(0), range(0)])
+    batch = pack([plans["a"], exporting], [range(0), range(0)], 4)
     assert batch.exports.tolist() == [[1, offset, slot]]
     rows.executor.run([plans["a"], exporting], [range(0), range(0)])
     other = Rows(model)

@@ -76,6 +76,31 @@ def test_a_decode_step_reads_exactly_the_rows_and_slots_of_its_depth(model):
     assert bool(logits.isfinite().all())
 
 
+def test_of_a_mixed_step_one_row_is_deep(model):
+    cell = Cell(Work.DECODE, DEPTH, 3, 1, shallow=4)
+    stage = set_stage(model, [cell])
+    (step,) = stage.decode_steps(cell, 1)
+    assert step.context_len.tolist() == [4, 4, DEPTH]
+    table = step.page_table
+    last = int(table[2, DEPTH // PAGE]) * PAGE + DEPTH % PAGE
+    assert step.out_rows.tolist() == [*(table[:2, 0] * PAGE + 4).tolist(), last]
+    assert bool(stage.run([step]).isfinite().all())
+
+
+@pytest.mark.parametrize("shallow", [None, 4])
+def test_what_is_packed_is_the_step_that_is_timed(model, shallow):
+    """But for the tokens, and for the pages that a short row does not have."""
+    cell = Cell(Work.DECODE, DEPTH, 3, 1, shallow)
+    stage = set_stage(model, [cell])
+    (step,) = stage.decode_steps(cell, 1)
+    packed = stage.packing(cell)()
+    for name in ("query_start", "context_len", "slots", "out_rows"):
+        assert torch.equal(getattr(packed, name), getattr(step, name)), name
+    used = packed.page_table >= 0
+    assert torch.equal(packed.page_table[used], step.page_table[used])
+    assert used.sum(1).tolist() == [3 if shallow is None else 1] * 2 + [3]
+
+
 def test_a_step_counts_all_its_rows(model):
     """The first and the last filled row matter, so that no shallower depth is timed."""
     for place in (0, DEPTH - 1):
@@ -130,6 +155,7 @@ def test_from_a_depth_a_prefill_begins_there(model):
 def test_what_does_not_fit_is_skipped_with_its_reason():
     config = preset("nano")  # context 1024
     cells, skipped = Plan([0, 1000, 1000, 1024], [1, 8], 30, 16, 2).cells(config)
+    assert cells.pop() == Cell(Work.DECODE, 1000, 8, 1, bench_model.SHALLOW)
     done = {(c.work, c.depth, c.batch): c.length for c in cells}
     assert done == {
         ("prefill", 0, 1): 30,
@@ -184,11 +210,12 @@ def test_a_peer_is_timed_in_the_same_rounds_where_it_can_follow(model, monkeypat
     ours = {(f.work, f.depth): f.rate for f in (*report.prefill, *report.decode) if f.batch == 1}
     for c in report.compared:
         assert c.ours == ours[c.work, c.depth] and c.ratio == c.ours / c.peer
-    assert len(report.prefill) == len(report.decode) == 6 and not report.skipped
+    assert len(report.prefill) == 6 and not report.skipped
+    assert [f.shallow for f in report.decode] == [None] * 6 + [bench_model.SHALLOW]
     for f in report.prefill:
         assert f.steps == 2 and f.rate == pytest.approx(f.batch * f.row_tokens / f.seconds)
     for f in report.decode:
-        assert 0 < f.attention_ms < f.step_ms and 0 < f.prepare_ms < f.step_ms
+        assert 0 < f.attention_ms < f.step_ms and 0 < f.prepare_ms < f.step_ms and f.pack_ms > 0
         assert f.rate == pytest.approx(f.batch / f.step_ms * 1e3)
 
 
@@ -217,20 +244,21 @@ def test_the_parts_of_a_step_are_timed_beside_it_and_subtracted_pair_by_pair(mon
     stage = types.SimpleNamespace(
         run=taking(0.010), attention_alone=lambda _: taking(0.003), prepare=taking(0.001)
     )
-    timer = DecodeTimer(stage, ["step"] * 4)
+    timer = DecodeTimer(stage, ["step"] * 4, pack=taking(0.002))
     for clock.slow in (9, 9, 1, 5, 1):
         timer()
     figure = timer.figure(Cell(Work.DECODE, 64, 3, 1), warm_up=2)
-    assert figure == pytest.approx(DecodeFigure(64, 3, 10, 3, 1, 6))
+    assert figure == pytest.approx(DecodeFigure(64, 3, 10, 3, 1, 6, 2))
 
 
 def test_growth_says_what_grew():
     figures = [
-        DecodeFigure(2048, 1, 15, 3, 1, 11),
-        DecodeFigure(0, 1, 12, 0.5, 0.5, 11),
-        DecodeFigure(0, 4, 20, 1, 1, 18),
+        DecodeFigure(2048, 1, 15, 3, 1, 11, 1),
+        DecodeFigure(0, 1, 12, 0.5, 0.5, 11, 1),
+        DecodeFigure(0, 4, 20, 1, 1, 18, 1),
+        DecodeFigure(2048, 4, 90, 60, 1, 29, 1, shallow=16),
     ]
-    (line,) = growth(figures)  # batch 4 has one depth only
+    (line,) = growth(figures)  # batch 4 has one depth only, and a mixed step
     assert line == (
         "batch 1, from depth 0 to 2,048: +3.00 ms a step, of it latent attention +2.50, "
         "preparing +0.50, all the rest +0.00"
