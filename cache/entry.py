@@ -6,11 +6,12 @@ where objects leave it, and by `audit`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cache.identity import Identity
+from cache.joint import joint_boundary
 from cache.pools.allocator import Handle
 
 
@@ -19,10 +20,10 @@ class StateKind(StrEnum):
 
     MLA_KV = "mla_kv"  # valid for an interval of tokens
     RECURRENT = "kda_recurrent"  # valid at a point
-    CONV = "kda_conv"
+    CONV = "kda_conv"  # the same
 
 
-REQUIRED = frozenset(StateKind)
+POINTS = (StateKind.RECURRENT, StateKind.CONV)
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,36 @@ class CacheEntry:
             )
 
 
-def completes(entries: Iterable[CacheEntry], boundary: int) -> bool:
-    """Whether these entries allow a resume at `boundary`: every kind of one producer, one key space
-    and one prefix, rows without a gap (I-01)."""
-    entries = list(entries)
-    points = [e for e in entries if e.kind is not StateKind.MLA_KV]
-    rows = sorted((e.start, e.end) for e in entries if e.kind is StateKind.MLA_KV)
+def joint_of(
+    entries: Iterable[CacheEntry],
+    identity: Identity,
+    salt: str | None,
+    hashes: Mapping[int, bytes],
+    cap: int,
+) -> int:
+    """The largest boundary of at most `cap` tokens at which these objects allow a resume of a
+    prompt. hashes: the chained hashes of its prefixes, by boundary. What is of another producer,
+    key space or prefix does not count, whatever else it has in common."""
+    own = [
+        e
+        for e in entries
+        if (e.identity, e.salt) == (identity, salt) and hashes.get(e.end) == e.prefix_hash
+    ]
     reach = 0
-    for start, end in rows:
+    for start, end in sorted((e.start, e.end) for e in own if e.kind is StateKind.MLA_KV):
         if start > reach:
-            return False
+            break
         reach = max(reach, end)
-    kinds = {e.kind for e in points}
-    producers = {(e.identity, e.salt) for e in entries}
-    prefixes = {e.prefix_hash for e in points}
-    return (
-        kinds == REQUIRED - {StateKind.MLA_KV}
-        and {e.end for e in points} == {boundary}
-        and reach >= boundary
-        and len(producers) == len(prefixes) == 1
-    )
+    points = [{e.end for e in own if e.kind is kind} for kind in POINTS]
+    return joint_boundary([reach], points, cap)
+
+
+def completes(
+    entries: Iterable[CacheEntry],
+    identity: Identity,
+    salt: str | None,
+    hashes: Mapping[int, bytes],
+    boundary: int,
+) -> bool:
+    """Whether these objects allow a resume at this very boundary (I-01). Arguments: `joint_of`."""
+    return joint_of(entries, identity, salt, hashes, boundary) == boundary

@@ -35,14 +35,15 @@ class Identity:
     def origin(self, salt: str | None = None) -> bytes:
         """Hash of the empty prefix in a key space. No salt and an empty salt are different."""
         salts = () if salt is None else (salt,)
-        return digest_of(
-            text.encode() for text in (self.model, self.tokenizer, self.numerics, *salts)
-        )
+        fields = (self.model, self.tokenizer, self.numerics, *salts)
+        # a salt from a command line may hold bytes that are no text
+        return digest_of((text.encode("utf-8", "surrogatepass") for text in fields), b"origin")
 
 
-def digest_of(fields: Iterable[bytes]) -> bytes:
-    """Hash of a list of fields, none of which can pass for a part of another."""
-    hasher = hashlib.blake2b(digest_size=DIGEST)
+def digest_of(fields: Iterable[bytes], kind: bytes = b"") -> bytes:
+    """Hash of a list of fields, none of which can pass for a part of another, nor a list of one
+    kind (at most 16 bytes) for one of another kind."""
+    hasher = hashlib.blake2b(digest_size=DIGEST, person=kind)
     for field in fields:
         hasher.update(len(field).to_bytes(8, "little"))
         hasher.update(field)
@@ -51,7 +52,7 @@ def digest_of(fields: Iterable[bytes]) -> bytes:
 
 def extended(previous: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     """Hash of a prefix that goes on by some tokens. Ids 0 .. 2^32-1."""
-    return digest_of((previous, array(_CODE, tokens).tobytes(), extra))
+    return digest_of((previous, array(_CODE, tokens).tobytes(), extra), b"prefix")
 
 
 def prefix_hashes(origin: bytes, tokens: Sequence[int], unit: int) -> Iterator[bytes]:

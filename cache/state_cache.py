@@ -13,6 +13,7 @@ blocks) fill in the hooks at the end. One step:
     end_step()                          keys registered in the step become live
 
     finish / abort / preempt (lease)    give everything back; in or between steps
+    abandon                             after a call that was cut short: end all leases and the step
     clear                               between steps
     stats, audit                        at any time
 
@@ -23,6 +24,8 @@ How it fails. Not now is a value, `Wait`, and changes nothing: a lease whose fir
 nothing, and its next plan looks up again. Never is `refusal`, asked before a request enters. Misuse
 (a plan without a step, a second plan in flight, an ended lease) raises ContractError, before
 anything is changed: a fault of the caller's program. Exhaustion never raises (decision 28).
+What comes from outside (Ctrl-C, out of memory) may cut any call short, at any line, and leaves the
+books torn; then `abandon` is the only call that may follow, and it may be cut short, too.
 """
 
 from __future__ import annotations
@@ -169,7 +172,8 @@ class StateCache(ABC):
 
     def cancel(self, plan: StepPlan) -> None:
         """The tokens of this plan do not run: give back what it took. Only for plans whose step has
-        touched no memory; after a step that failed half way, `preempt` the lease too."""
+        touched no memory; where it has, the lease is to end, too. After a step that failed half
+        way there is `abandon`."""
         lease = plan.lease
         self._require_ours(lease, "cancel")
         self._require(lease.plan is plan, f"cancel: {lease.request.name} has no such plan")
@@ -215,6 +219,26 @@ class StateCache(ABC):
     def preempt(self, lease: Lease) -> None:
         """Give the storage to others. The request comes back as a new one with all tokens known."""
         self._end(lease, "preempt", publish=False)
+
+    def abandon(self) -> None:
+        """After a step or any other call that was cut short, wherever it was: every live lease has
+        ended, its plan is forgotten, every private index is free, what is cached stays, and no step
+        is open.
+
+        Nothing is undone index by index: the pools are made anew from what the manager says it has
+        cached, and a manager may drop some of that, or all. Counts leases as preempted; counts of
+        the call that was cut short may be off by one. Never refuses. If it is cut short itself, the
+        step stays open as it was, and calling it again completes it.
+        """
+        self._abandon()
+        for lease in tuple(self._leases):
+            self._counts["preempt"] += lease.phase is not Phase.ENDED
+            lease.phase, lease.plan = Phase.ENDED, None
+            lease.slots[:] = [0] * len(lease.slots)
+            for table in lease.pages:
+                table.clear()
+        self._leases.clear()
+        self._in_step = False
 
     def clear(self) -> None:
         """Forget everything; all indices of all pools are free. ContractError while leases live."""
@@ -271,6 +295,12 @@ class StateCache(ABC):
 
     def _end_step(self) -> None:  # noqa: B027 (a cache without pending keys has nothing to do)
         """Make pending keys live, let copy sources go."""
+
+    def _abandon(self) -> None:
+        """Only what is cached is not free; no lease is live any more. Whatever was cut short, this
+        very call included, must not matter."""
+        for pool in self.storage:
+            pool.reclaim()
 
     def _clear(self) -> None:
         for pool in self.storage:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cache.boundaries import floored
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -51,11 +53,12 @@ def mean_replay(interval: int, grid: int) -> float:
 
 
 def best_interval(*, path: int, grid: int, holding: float, replay: float) -> int:
-    """The multiple of the grid with the least cost: one of the two beside K*."""
-    if replay <= 0:
-        return floor_to(path, grid) or grid
-    ideal = math.sqrt(2 * holding * path / replay)
-    below = max(grid, floor_to(int(ideal), grid))
+    """The multiple of the grid with the least cost: one of the two beside K*, which is no longer
+    than the path."""
+    ideal = math.sqrt(2 * holding * path / replay) if replay > 0 else math.inf
+    if ideal >= path:
+        return floored(path, grid) or grid
+    below = max(grid, floored(int(ideal), grid))
     return min(
         (below, below + grid),
         key=lambda k: interval_cost(k, path=path, grid=grid, holding=holding, replay=replay),
@@ -63,12 +66,8 @@ def best_interval(*, path: int, grid: int, holding: float, replay: float) -> int
 
 
 def interval_for_budget(checkpoint_bytes: int, path: int, budget: int) -> int:
-    """The smallest interval whose checkpoints on a path stay within `budget` bytes."""
+    """K >= M L / budget: the smallest interval at which a path's checkpoints weigh `budget` bytes,
+    parts of one counted as such. ValueError for a budget that does not hold a single one."""
     if budget < checkpoint_bytes:
         raise ValueError(f"{budget:,} bytes do not hold one checkpoint of {checkpoint_bytes:,}")
     return -(-checkpoint_bytes * path // budget)
-
-
-def floor_to(value: int, unit: int) -> int:
-    """The largest multiple of unit up to value."""
-    return value // unit * unit

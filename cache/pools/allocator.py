@@ -131,6 +131,26 @@ class Allocator:
             self._generations[index] += self._states[index] is not Ownership.FREE
         self._fill()
 
+    def reclaim(self, keep: Iterable[int] = ()) -> list[int]:
+        """Make the books anew after a call that was cut short, whatever it left: `keep` is cached,
+        everything else is free, in ascending order, and handles of it are stale.
+
+        Returns what is free. OwnershipError, changing nothing, if `keep` names an index that does
+        not exist, the reserved one, or one twice. Cut short itself, it is to be called again.
+        """
+        kept = [plain(index) for index in keep]
+        if len(set(kept)) != len(kept) or not all(1 <= index <= self.size for index in kept):
+            raise OwnershipError(f"reclaim: each {self.unit} once, of 1..{self.size}; got {kept}")
+        states = [Ownership.RESERVED, *[Ownership.FREE] * self.size]
+        for index in kept:
+            states[index] = Ownership.CACHED
+        free = [i for i in range(1, self.size + 1) if states[i] is Ownership.FREE]
+        for index in free:  # those that were free, too: perhaps only half given back
+            self._generations[index] += 1
+        self._states, self._free = states, deque(free)
+        self._counts = {state: states.count(state) for state in Ownership}
+        return free
+
     def audit(self) -> list[str]:
         """I-10 and I-11 as far as this list alone can tell: one sentence a violation."""
         faults = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from cache.pools.allocator import Allocator, Ownership
@@ -87,6 +86,10 @@ class Pool:
         if self.poison:
             self._poison(slice(1, None))
 
+    def reclaim(self, keep: Iterable[int] = ()) -> None:
+        """As `Allocator.reclaim`."""
+        self._given_back(self.allocator.reclaim(keep))
+
     def copy(self, source: int, destination: int) -> None:
         """All layers of one index to another, in place."""
         for tensor in self.tensors:
@@ -110,6 +113,5 @@ class Pool:
             self._poison(indices)
 
     def _poison(self, where: slice | list[int]) -> None:
-        with torch.no_grad():
-            for tensor in self.tensors:
-                tensor[:, where] = _NAN
+        for tensor in self.tensors:
+            tensor[:, where] = _NAN

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache.boundaries import Grids, floored, grids, junction_above
+from cache.identity import Identity
 from cache.leases import (
     CacheRequest,
     Copy,
@@ -36,10 +39,20 @@ from cache.leases import (
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.audit import audit_tree
-from cache.radix.node import Receipt
-from cache.radix.strategy import Strategy, Tracker
-from cache.radix.tree import Inserted, Match, RadixTree
+from cache.radix.node import Node, Receipt
+from cache.radix.strategy import TRACKED, Strategy, Tracker
+from cache.radix.tree import Evictions, Inserted, Match, RadixTree
 from cache.state_cache import StateCache
+
+
+class ReuseStats(NamedTuple):
+    """Since the cache was made. lower: admissions, by why their joint boundary was not higher."""
+
+    lower: Mapping[Lower, int]
+    evictions: Evictions
+
+
+COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,7 +69,6 @@ class RadixLease(Lease):
     copies: tuple[Copy, ...] = ()
     exported: tuple[tuple[int, int], ...] = field(default=())
     stale: bool = False  # waited with its first plan: the next one looks up again
-    cold: bool = False  # there is no room to resume in: it computes everything
 
     @property
     def decodes(self) -> bool:
@@ -72,6 +84,7 @@ class RadixCache(StateCache):
                  and kernel allow
     path_cap     states on one path, None for no cap
     reuse        False: nothing is kept
+    identity     who computes what is cached here
     Raises ValueError for a strategy that does not go with the page, or sizes out of range.
     """
 
@@ -85,6 +98,7 @@ class RadixCache(StateCache):
         interval: int | None = None,
         path_cap: int | None = None,
         reuse: bool = True,
+        identity: Identity = Identity(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__(storage, export_alignment=export_alignment)
         if len(storage.pages) != 1 or len(storage.states) != 1:
@@ -94,23 +108,26 @@ class RadixCache(StateCache):
             )
         self._kv, self._slots = storage.pages[0], storage.states[0]
         self.page = storage.page_tokens[0]
-        self.strategy, self.reuse = Strategy(strategy), reuse
+        self.strategy, self.reuse, self.identity = Strategy(strategy), reuse, identity
         if self.strategy is Strategy.NO_BUFFER and self.page != 1:
             raise ValueError(
                 f"strategy {self.strategy} publishes states at any boundary and needs pages of one "
                 f"token, got {self.page}"
             )
         self.unit = math.lcm(self.page, export_alignment)  # where a piece can always export
-        self.grids: Grids = grids(state_chunk, self.page, interval or self.unit)
-        self.decode_grid = self.unit if interval is None else math.lcm(self.unit, interval)
+        interval = self.unit if interval is None else interval
+        self.grids: Grids = grids(state_chunk, self.page, interval)
+        self.decode_grid = math.lcm(self.unit, interval)
         self.tree = RadixTree(self._kv, self.page, self._slots, path_cap)
         self._lower: Counter[Lower] = Counter()
+        self._unfilled: set[int] = set()  # published in this step, with a copy yet to run
 
     # look-up
 
     def _lookup(self, request: CacheRequest) -> Hit:
         limit = self._limit(request)
-        return self.hit_of(self.tree.peek(request.ids[:limit], request.salt), limit)
+        match = self.tree.peek(request.ids[:limit], request.salt)
+        return COLD if self._must_be_cold(match) else self.hit_of(match, limit)
 
     def _limit(self, request: CacheRequest) -> int:
         """Tokens that may be read: one must run to give logits (I-03)."""
@@ -149,26 +166,37 @@ class RadixCache(StateCache):
             named=tuple(sorted({boundary for boundary in named if boundary > 0})),
         )
         wait = self._restore(lease)
-        if wait is not None and self._alone(lease):
-            lease.cold = True
-            wait = self._restore(lease)
         return lease if wait is None else wait
 
-    def _alone(self, lease: RadixLease) -> bool:
-        """Nobody else holds a slot, so what it pins itself is all that it waits for."""
-        return not any(other.slots[0] for other in self._leases if other is not lease)
+    def _must_be_cold(self, match: Match) -> bool:
+        """Whether a request could wait for ever for the slot to resume in: the state that it would
+        resume from has the last one, and nobody is there to give another back."""
+        return match.depth > 0 and not self._slot_beside(match.node) and self._alone()
+
+    def _slot_beside(self, node: Node) -> bool:
+        """Whether a slot is free or can be evicted while this node's state stays (I-14)."""
+        ledger = self.tree.ledger()
+        return self._slots.free_count + ledger.state_evictable > (not node.state_locks)
+
+    def _alone(self, besides: RadixLease | None = None) -> bool:
+        """Nobody else holds a slot."""
+        return not any(lease.slots[0] for lease in self._leases if lease is not besides)
 
     def _restore(self, lease: RadixLease) -> Wait | None:
         """Look up, pin, and on a hit take the private slot with its one initialiser (I-07)."""
-        limit = 0 if lease.cold else self._limit(lease.request)
+        limit = self._limit(lease.request)
         match = self.tree.match(lease.request.ids[:limit], lease.request.salt)
         lease.hit, lease.stale = self.hit_of(match, limit), False
         if not match.depth:
             return None
-        lease.receipt = self.tree.lock(match.node)  # the source stays until the copy has run (I-14)
-        if not self.tree.make_room(slots=1):
-            self._forget(lease)
+        if self._must_be_cold(match):
+            lease.hit = COLD
+            return None
+        if not self._slot_beside(match.node):
+            lease.hit, lease.stale = Hit(), True
             return Wait(WaitReason.SLOTS, 1, self._slots.free_count)
+        lease.receipt = self.tree.lock(match.node)  # the source stays until the copy has run
+        self.tree.evict_until(slots=1)
         lease.slots[0] = self._slots.alloc(1)[0]
         lease.copies = (Copy(CopyKind.STATE, 0, match.node.state, lease.slots[0]),)
         lease.pages[0][:] = match.pages
@@ -188,7 +216,7 @@ class RadixCache(StateCache):
         wait = self._take_storage(lease, end, first)
         if wait is not None and first and lease.published and self._alone(lease):
             self._forget(lease)
-            lease.cold = True
+            lease.hit, lease.stale = COLD, False
             return self._plan(lease, want, max_chunk)
         if wait is not None:
             return self._give_up(lease, wait)
@@ -228,16 +256,21 @@ class RadixCache(StateCache):
             room = max(pages, -(-len(lease.tokens) // self.page) - len(lease.pages[0]))
         active = int(not lease.slots[0])
         tracked = self._tracked_at_once if first else 0
-        if not self.tree.make_room(pages=room, slots=active + tracked):
-            if self._kv.free_count < room:
-                return Wait(WaitReason.PAGES, room, self._kv.free_count)
+        if not self.tree.has_room(pages=room):
+            return Wait(WaitReason.PAGES, room, self._kv.free_count)
+        if not self.tree.has_room(slots=active + tracked):
             return Wait(WaitReason.SLOTS, active + tracked, self._slots.free_count)
+        self._evict_for(lease, end, pages, active + tracked)
         if active:
             lease.slots[0] = self._slots.alloc(1)[0]
         if tracked:
             lease.tracker.slots = self._slots.alloc(tracked, Ownership.TRACKED)
         lease.pages[0].extend(self._kv.alloc(pages))
         return None
+
+    def _evict_for(self, lease: RadixLease, end: int, pages: int, slots: int) -> None:
+        """Free what a piece up to `end` takes; there is room for it."""
+        self.tree.evict_until(pages, slots)
 
     @property
     def _slots_to_start(self) -> int:
@@ -313,6 +346,7 @@ class RadixCache(StateCache):
         if not self.reuse or lease.computed == lease.published or not self.tree.make_room(slots=1):
             return ()
         spare = self._slots.alloc(1)[0]
+        self._unfilled.add(spare)
         if self._publish(lease, lease.computed, spare).refused:
             return ()
         return (Copy(CopyKind.STATE, 0, lease.slots[0], spare),)
@@ -376,9 +410,19 @@ class RadixCache(StateCache):
             lease.receipt = None
 
     def _new_tracker(self) -> Tracker:
-        limits = {Strategy.NO_BUFFER: 0, Strategy.EXTRA_BUFFER: 2, Strategy.LAZY: 1}
-        limit = limits[self.strategy] if self.reuse else 0
+        limit = TRACKED[self.strategy] if self.reuse else 0
         return Tracker(limit, lazy=self.strategy is Strategy.LAZY)
+
+    def _end_step(self) -> None:
+        self._unfilled.clear()
+
+    def _abandon(self) -> None:
+        """The tree stays, but for what hung below a split that was cut short and for states whose
+        copy may not have run."""
+        pages, slots = self.tree.rebuild(self._unfilled)
+        self._kv.reclaim(pages)
+        self._slots.reclaim(slots)
+        self._unfilled.clear()
 
     def _clear(self) -> None:
         self.tree.reset()
@@ -390,5 +434,9 @@ class RadixCache(StateCache):
 
     # books
 
+    def reuse_stats(self) -> ReuseStats:
+        """A snapshot; later calls do not change it."""
+        return ReuseStats(dict(self._lower), self.tree.evictions)
+
     def _audit(self) -> list[str]:
-        return audit_tree(self.tree, self._leases)
+        return audit_tree(self.tree, self._leases, self.identity)

@@ -49,9 +49,14 @@ class Node:
             node = node.parent
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Receipt:
-    """What a lock took, and so what its release gives back, whatever happened to the node since."""
+    """What a lock took, and so what its release gives back, whatever happened to the node since.
+
+    state: the state at the node is locked, too: the one that is there, or, at a tombstone, the one
+    that comes. found: the slot of the one that was there.
+    """
 
     node: Node
-    state: bool  # the state of the node is locked too
+    state: bool
+    found: int | None

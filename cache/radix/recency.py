@@ -44,6 +44,11 @@ class LeafOrder:
             self._heap = [(node.used, i, node) for i, node in enumerate(self._members)]
             heapq.heapify(self._heap)
 
+    def forgotten(self) -> list[Node]:
+        """Leaves that would never come up: used without `update`. For the audit."""
+        known = {(used, node) for used, _, node in self._heap}
+        return [node for node in self._members if (node.used, node) not in known]
+
     def oldest(self) -> Node | None:
         """The next one to evict, None if all leaves are locked."""
         while self._heap:

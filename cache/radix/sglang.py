@@ -12,7 +12,7 @@ from cache.leases import Copy, ExportTo
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache, RadixLease
-from cache.radix.strategy import Strategy, Tracker
+from cache.radix.strategy import TRACKED, Strategy, Tracker
 
 INTERVAL = 256  # the engine's default spacing of snapshots in decode
 
@@ -32,7 +32,7 @@ class SGLangCache(RadixCache):
         **arguments,
     ) -> None:
         self._two_tracks = two_tracks
-        super().__init__(storage, interval=interval or INTERVAL, **arguments)
+        super().__init__(storage, interval=INTERVAL if interval is None else interval, **arguments)
         self.decode_grid = self.grids.track
 
     @property
@@ -49,9 +49,17 @@ class SGLangCache(RadixCache):
         return self._new_tracker().limit
 
     def _new_tracker(self) -> Tracker:
-        tracker = super()._new_tracker()
+        tracker = Tracker(TRACKED[self.strategy], lazy=self.strategy is Strategy.LAZY)
         tracker.limit = min(tracker.limit, 2 if self._two_tracks else 1)
         return tracker
+
+    def _evict_for(self, lease: RadixLease, end: int, pages: int, slots: int) -> None:
+        """Slots first; then, with pages of several tokens, as far as it goes, what the piece would
+        need if it began a page: a row of decode always sees a free one."""
+        self.tree.evict_until(slots=slots)
+        if self.page > 1:
+            pages = 1 if lease.decodes else -(-(end - lease.computed) // self.page) + 1
+        self.tree.evict_until(pages=pages)
 
     def _end_of_piece(self, lease: RadixLease, want: int, max_chunk: int | None) -> int:
         start, known = lease.computed, len(lease.tokens)
@@ -69,7 +77,9 @@ class SGLangCache(RadixCache):
         tracker = lease.tracker
         if not tracker.limit:
             return ()
-        tracker.pending = piece_checkpoint(start, end, self.grids, lease.hit.junction)
+        boundary = piece_checkpoint(start, end, self.grids, lease.hit.junction)
+        # a key is floored to pages and its state is not, so they must not differ (I-23)
+        tracker.pending = boundary if boundary and boundary % self.page == 0 else None
         if tracker.pending is None:
             return ()
         return (ExportTo(tracker.pending - start, (tracker.target,)),)
@@ -81,10 +91,20 @@ class SGLangCache(RadixCache):
         kept, tracker.pending = tracker.pending, None
         if kept is not None and kept <= lease.computed:
             tracker.keep_at(kept)
-        # its replacement comes before a slot is given (I-15); without one nothing is published
-        if last or tracker.last is None or not self.tree.make_room(slots=1):
+        elif kept is not None:  # the executor stopped before it
+            tracker.lose_target()
+        if last or tracker.last is None or not self.reuse or not self._has_replacement(lease):
             return ()
         spare = self._slots.alloc(1, Ownership.TRACKED)[0]
         self._publish(lease, tracker.last, tracker.swap(spare))
         tracker.forget()
         return ()
+
+    def _has_replacement(self, lease: RadixLease) -> bool:
+        """Whether a slot is free to take the place of the one that is given (I-15); without one
+        nothing is published. A lazy row would rather lose the state it came from, which it has
+        copied."""
+        lazy = self.strategy is Strategy.LAZY
+        if lazy and not self._slots.free_count and lease.receipt is not None:
+            self.tree.unlock_state(lease.receipt)
+        return self.tree.make_room(slots=1)

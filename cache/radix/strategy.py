@@ -23,6 +23,10 @@ class Strategy(StrEnum):
     LAZY = "extra_buffer_lazy"
 
 
+# slots for longer than a step
+TRACKED = {Strategy.NO_BUFFER: 0, Strategy.EXTRA_BUFFER: 2, Strategy.LAZY: 1}
+
+
 @dataclass
 class Tracker:
     """The tracked slots of one request (serving 3.3).
@@ -79,6 +83,13 @@ class Tracker:
         self.last, self.keep, self.pending = boundary, self.next, None
         if len(self.slots) == 2:
             self.next = 1 - self.next
+
+    def lose_target(self) -> None:
+        """`target` was written with a state that is not to be kept, over the one that it had."""
+        if self.next == self.keep:
+            self.last = None
+        else:
+            self.prev = None
 
     def undo(self, pool: Pool) -> None:
         """The plan in flight does not run."""

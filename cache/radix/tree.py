@@ -11,7 +11,7 @@ Every operation costs O(length of the key), an eviction O(log nodes).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cache.joint import joint_boundary
@@ -59,6 +59,15 @@ class Freed(NamedTuple):
 NOTHING = Freed(0, 0)
 
 
+class Evictions(NamedTuple):
+    """Since the tree was made. tokens: whose pages went; states: with them or alone; capped: those
+    of the states that went because their path had too many."""
+
+    tokens: int = 0
+    states: int = 0
+    capped: int = 0
+
+
 class Ledger(NamedTuple):
     """Tokens and states that may be evicted, and those that a lock protects."""
 
@@ -80,6 +89,7 @@ class RadixTree:
         self.page, self.path_cap = page, path_cap
         self.pages_pool, self.states_pool = pages, states
         self._page_bytes = page * keys.WIDTH
+        self._tokens_evicted = self._states_evicted = self._states_capped = 0
         self._start()
 
     def reset(self) -> None:
@@ -93,6 +103,34 @@ class RadixTree:
         self._clock = 0
         self.receipts: set[Receipt] = set()
         self._kv_total = self._kv_protected = self._state_protected = 0
+
+    def rebuild(self, unfilled: Container[int] = ()) -> tuple[list[int], list[int]]:
+        """After a call that was cut short at any line: no lock is left, and all books but the nodes
+        themselves are made anew. Returns the pages and slots that the tree holds; all others that
+        were its own are to be given back. Cut short itself, it is to be called again. unfilled:
+        slots whose bytes may not have come yet, which no node may keep.
+
+        What hangs from the root is sound at any time, because an index is written before a node
+        names it, a node is complete before it is hung up, and taken down before its indices go. A
+        split that was cut short may have lost what is below the cut; so that is forgotten.
+        """
+        nodes = list(self.nodes())
+        for node in nodes:
+            if node.state is not None and node.state in unfilled:
+                node.state = None
+        holders = {node: None for node in nodes if node.state is not None}
+        leaves, state_order = LeafOrder(), StateOrder()
+        for node in nodes:
+            node.kv_locks = node.state_locks = 0
+            leaves.update(node)
+        for node in dict.fromkeys((*self.state_order, *holders)):
+            if node in holders:
+                state_order.touch(node)
+        self.receipts = set()
+        self.leaves, self.state_order = leaves, state_order
+        self._kv_total = sum(keys.length(node.key) for node in nodes)
+        self._kv_protected = self._state_protected = 0
+        return [page for node in nodes for page in node.pages], [node.state for node in holders]
 
     # look-up
 
@@ -161,11 +199,16 @@ class RadixTree:
             node = self._grow(node, key[shared * self._page_bytes :], pages[shared:count], salt)
         refused = node.state is not None
         if not refused:
-            self.states_pool.allocator.donate([state])
-            node.state, node.lost = state, False
+            self._hold(node, state)
         self.state_order.touch(node)
-        self._apply_path_cap(node)
+        if not refused:
+            self._apply_path_cap(node)
         return Inserted(node, already, refused)
+
+    def _hold(self, node: Node, state: int) -> None:
+        self.states_pool.allocator.donate([state])
+        node.state, node.lost = state, False
+        self._state_protected += node.state_locks > 0  # a lock at a tombstone waits for it
 
     def _grow(self, parent: Node, key: bytes, pages: Sequence[int], salt: str | None) -> Node:
         self.pages_pool.allocator.donate(pages)
@@ -187,39 +230,49 @@ class RadixTree:
                 return
             if node is not tail and len(node.children) == 1 and not node.state_locks:
                 self._drop_state(node)
+                self._states_capped += 1
                 excess -= 1
 
     # locks
 
     def lock(self, node: Node, *, state: bool = True) -> Receipt:
-        """Keep the pages of the path to `node`, and its state if it has one and `state` is wanted,
-        until `unlock`."""
-        receipt = Receipt(node, state and node.state is not None)
+        """Keep the pages of the path to `node`, and, if wanted, its state, until `unlock`. Of the
+        root, and of a node that is not in the tree any more, there is nothing to keep."""
+        receipt = Receipt(node, state and not node.is_root, node.state if state else None)
         for part in node.path():
             if not part.kv_locks:
                 self._kv_protected += keys.length(part.key)
             part.kv_locks += 1
             self.leaves.update(part)
         if receipt.state:
-            self._state_protected += not node.state_locks
+            self._state_protected += node.state is not None and not node.state_locks
             node.state_locks += 1
         self.receipts.add(receipt)
         return receipt
 
     def unlock(self, receipt: Receipt) -> None:
         """Undo exactly one lock. OwnershipError if it has been undone."""
-        if receipt not in self.receipts:
-            raise OwnershipError(f"unlock: the lock at {receipt.node.depth} has been undone before")
+        self._require_live(receipt, "unlock")
+        self.unlock_state(receipt)
         self.receipts.remove(receipt)
-        node = receipt.node
-        if receipt.state:
-            node.state_locks -= 1
-            self._state_protected -= not node.state_locks
-        for part in node.path():
+        for part in receipt.node.path():
             part.kv_locks -= 1
             if not part.kv_locks:
                 self._kv_protected -= keys.length(part.key)
             self.leaves.update(part)
+
+    def unlock_state(self, receipt: Receipt) -> None:
+        """Let go of the state before the pages, if it is locked; errors as `unlock`."""
+        self._require_live(receipt, "unlock_state")
+        if not receipt.state:
+            return
+        node, receipt.state, receipt.found = receipt.node, False, None
+        node.state_locks -= 1
+        self._state_protected -= node.state is not None and not node.state_locks
+
+    def _require_live(self, receipt: Receipt, verb: str) -> None:
+        if receipt not in self.receipts:
+            raise OwnershipError(f"{verb}: the lock at {receipt.node.depth} has been undone before")
 
     # eviction
 
@@ -242,38 +295,51 @@ class RadixTree:
                 freed += Freed(0, 1)
         return freed
 
+    def has_room(self, pages: int = 0, slots: int = 0) -> bool:
+        """Whether so many pages and slots are free or could be evicted. O(1)."""
+        ledger = self.ledger()
+        return (
+            self.pages_pool.free_count + ledger.kv_evictable // self.page >= pages
+            and self.states_pool.free_count + ledger.state_evictable >= slots
+        )
+
     def make_room(self, pages: int = 0, slots: int = 0) -> bool:
         """Evict until so many pages and slots are free, no more than it takes, pages first. False,
         and nothing is evicted, if locks prevent it."""
-        ledger = self.ledger()
-        if (
-            self.pages_pool.free_count + ledger.kv_evictable // self.page < pages
-            or self.states_pool.free_count + ledger.state_evictable < slots
-        ):
+        if not self.has_room(pages, slots):
             return False
-        while self.pages_pool.free_count < pages:
-            self._delete(self.leaves.oldest())
-        while self.states_pool.free_count < slots:
-            self.evict_states(1)
+        self.evict_until(pages, slots)
         return True
+
+    def evict_until(self, pages: int = 0, slots: int = 0) -> Freed:
+        """Evict until so many pages and slots are free, no more than it takes, pages first; less if
+        locks prevent it."""
+        freed = NOTHING
+        while self.pages_pool.free_count < pages and (leaf := self.leaves.oldest()) is not None:
+            freed += self._delete(leaf)
+        while self.states_pool.free_count < slots and (one := self.evict_states(1)).states:
+            freed += one
+        return freed
 
     def _delete(self, leaf: Node) -> Freed:
         states = int(leaf.state is not None)
         if states:
             self._drop_state(leaf)
+        parent = leaf.parent
+        del parent.children[self.filed_under(leaf)]  # before its pages go (see `rebuild`)
+        leaf.parent = None
         self.pages_pool.evict(leaf.pages)
         self._kv_total -= keys.length(leaf.key)
-        parent = leaf.parent
-        del parent.children[self.filed_under(leaf)]
-        leaf.parent = None
+        self._tokens_evicted += keys.length(leaf.key)
         self.leaves.update(leaf)
         self.leaves.update(parent)
         return Freed(keys.length(leaf.key), states)
 
     def _drop_state(self, node: Node) -> None:
-        self.states_pool.evict([node.state])
-        node.state, node.lost = None, True
+        state, node.state, node.lost = node.state, None, True  # before it goes (see `rebuild`)
+        self.states_pool.evict([state])
         self.state_order.discard(node)
+        self._states_evicted += 1
 
     # books
 
@@ -285,6 +351,11 @@ class RadixTree:
             len(self.state_order) - self._state_protected,
             self._state_protected,
         )
+
+    @property
+    def evictions(self) -> Evictions:
+        """What has been evicted so far; a reset is none."""
+        return Evictions(self._tokens_evicted, self._states_evicted, self._states_capped)
 
     def nodes(self) -> Iterator[Node]:
         """All but the root, parents first, children by salt and tokens."""
@@ -346,6 +417,7 @@ class RadixTree:
             lower.salt,
         )
         upper.kv_locks = lower.kv_locks
+        # from here until `lower` hangs below it, `upper` is a sound leaf (see `rebuild`)
         parent.children[self._filed_under(parent, upper.key, upper.salt)] = upper
         lower.key, lower.pages, lower.parent = lower.key[cut:], lower.pages[pages:], upper
         upper.children[self._filed_under(upper, lower.key, lower.salt)] = lower

@@ -16,6 +16,7 @@ from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
 from cache.radix.strategy import Strategy
 from cache.state_cache import StateCache
+from kimi_mini.serving.checks import check_count
 
 PREFIX_CACHES = ("none", "radix", "blocks")
 _TO_COME = ("blocks",)
@@ -45,11 +46,12 @@ class CacheOptions:
             raise ValueError(f"strategy must be one of {', '.join(names)}; got {self.strategy!r}")
         for name in ("state_chunk", "track_interval"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                check_count(name, value)
         cap = self.max_states_per_path
-        if cap is not None and cap != -1 and cap < 1:
-            raise ValueError(f"max_states_per_path must be -1 (no cap) or at least 1, got {cap}")
+        kind = isinstance(cap, int | None) and not isinstance(cap, bool)
+        if not kind or (cap is not None and cap != -1 and cap < 1):
+            raise ValueError(f"max_states_per_path must be -1 (no cap) or at least 1, got {cap!r}")
 
     def given(self) -> dict[str, object]:
         """Those that are not left to the cache."""

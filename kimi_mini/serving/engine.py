@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 from torch import Tensor
 
@@ -26,11 +24,12 @@ from cache.leases import Copy, StepPlan
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving import memory
 from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
+from kimi_mini.serving.checks import check_count
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.executor import ModelExecutor
-from kimi_mini.serving.open_model import OpenModel, open_model, speaking_bytes
+from kimi_mini.serving.open_model import OpenModel, around, open_model
 from kimi_mini.serving.outputs import Delta, FinishReason, RequestOutput, rate
-from kimi_mini.serving.request import Prompt, Request, make_request
+from kimi_mini.serving.request import Inbox, Prompt, Request, make_request
 from kimi_mini.serving.sampling_params import SamplingParams
 from kimi_mini.serving.scheduler import PASSING, Row, Scheduler
 from kimi_mini.serving.sequence import Sequence
@@ -67,11 +66,12 @@ class Totals:
 class Engine:
     """Serves one model.
 
-    model: a model, or one opened with its tokenizer (`open_model`); a bare model speaks bytes where
-    its vocabulary has room for them. max_batch_tokens: tokens of one step over all rows;
-    prefill_chunk: of one row. prefix_cache, cache_options: see `caches`.
-    audit: check every invariant after each step (slow; for tests). sizes: `memory.allocate`'s
-    page, state_slots, kv_pages, cache_bytes, poison.
+    model: a model, or one with its tokenizer as `open_model` gives it. A bare one takes the
+    tokenizer of the folder that it was loaded from; with random weights it speaks bytes.
+    max_batch_tokens: tokens of one step over all rows; prefill_chunk: of one row. prefix_cache,
+    cache_options: see `caches`.
+    page, state_slots, kv_pages, cache_bytes, poison: see `memory.allocate`. audit: check every
+    invariant after each step (slow; for tests).
     Raises ValueError for options that are out of range or contradict each other.
     """
 
@@ -83,14 +83,27 @@ class Engine:
         prefill_chunk: int = 512,
         prefix_cache: str = "none",
         cache_options: CacheOptions | None = None,
+        page: int = 16,
+        state_slots: int | None = None,
+        kv_pages: int | None = None,
+        cache_bytes: int | None = None,
+        poison: bool = False,
         audit: bool = False,
-        **sizes: Any,
     ) -> None:
+        max_batch_tokens = check_count("max_batch_tokens", max_batch_tokens)
+        prefill_chunk = check_count("prefill_chunk", prefill_chunk)
         cache_options = cache_options or CacheOptions()
         check_prefix_cache(prefix_cache, cache_options)
-        self.opened = model if isinstance(model, OpenModel) else speaking_bytes(model)
+        self.opened = model if isinstance(model, OpenModel) else around(model)
         self.model, self.tokenizer = self.opened.model, self.opened.tokenizer
-        self.memory = memory.allocate(self.model, **sizes)
+        self.memory = memory.allocate(
+            self.model,
+            page=page,
+            state_slots=state_slots,
+            kv_pages=kv_pages,
+            cache_bytes=cache_bytes,
+            poison=poison,
+        )
         self.cache = build_cache(
             prefix_cache,
             cache_options,
@@ -105,7 +118,9 @@ class Engine:
         self._audit = audit
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._news: list[Delta] = []  # what the next `step` returns
-        self._cancelled: list[Request] = []  # within a step, to be ended after it
+        self._cancelled: list[Request] = []  # to be ended when the books are nobody else's
+        self._section: Generator[None] | None = None  # see `_exclusively`
+        self._torn = False  # the books may be; see `_change`
         self._numbers = itertools.count()
         self._idle_steps = 0
 
@@ -127,8 +142,10 @@ class Engine:
 
         params: one for all, or one each; None: `SamplingParams()`. control: what the requests may
         read and should leave in the prefix cache. Whatever ends the call early, an
-        error or Ctrl-C, takes its requests with it and leaves those of others alone. Raises
-        ValueError if a request is refused, before any runs, or has no usable logits.
+        error or Ctrl-C, takes its requests with it and leaves those of others alone. A sample that
+        goes wrong by itself (no usable logits, storage that never comes) has finish_reason "error"
+        and says why in `error`; the others are as ever. Raises ValueError if a request is refused,
+        before any runs.
         """
         requests = self.prepare(prompts, params, control)
         for _ in self.run(requests):
@@ -195,11 +212,15 @@ class Engine:
         control: CacheControl | None = None,
     ) -> list[Request]:
         """Checked requests, not yet queued; arguments and errors as `generate`."""
-        first = prompts[0] if len(prompts) else None
-        if isinstance(prompts, str | Tensor) or isinstance(first, Integral):
+        array = hasattr(prompts, "ndim")  # one prompt, and refused if it has more axes
+        if isinstance(prompts, str) or array or (prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, list | tuple):
+            raise TypeError(
+                f"params must be SamplingParams or a list of them, got {type(params).__name__}"
+            )
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many params, got {len(params)}")
         return [self._make(*pair, control) for pair in zip(prompts, params, strict=True)]
@@ -215,6 +236,10 @@ class Engine:
             names = (f"request-{number}" for number in self._numbers)
             request_id = next(name for name in names if name not in self._requests)
         self._check_unused(request_id)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {params!r}")
+        if not isinstance(control, CacheControl | None):
+            raise TypeError(f"control must be CacheControl or None, got {control!r}")
         request = make_request(request_id, prompt, params, self.opened, control)
         refusal = self.cache.refusal(request.longest)
         if refusal:
@@ -228,72 +253,98 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
 
-    def _queue(self, request: Request, inbox: deque[Delta] | None = None) -> None:
+    def _queue(self, request: Request, inbox: Inbox | None = None) -> None:
         self._check_unused(request.request_id)
         if request.finished:
             raise ValueError(f"{request.request_id} has run: a request runs once")
         request.inbox = inbox
-        self._requests[request.request_id] = request
+        if inbox is not None:
+            inbox.unfinished.add(request)
         now = time.perf_counter()
-        for sequence in request.sequences:
-            sequence.arrival = now
-            self.scheduler.add(sequence)
-        for sequence in request.sequences:
-            if sequence.room == 0 and not sequence.scores_prompt:
-                self._end(sequence, FinishReason.LENGTH)
+        try:
+            self._requests[request.request_id] = request
+            for sequence in request.sequences:
+                sequence.arrival = now
+                self.scheduler.add(sequence)
+            for sequence in request.sequences:
+                if sequence.room == 0 and not sequence.scores_prompt:
+                    self._end(sequence, FinishReason.LENGTH)
+        except BaseException:
+            if self._requests.get(request.request_id) is request:
+                self._cancel(request)
+            raise
 
     def run(self, requests: list[Request]) -> Iterator[Delta]:
         """Queue prepared requests and run them to their ends, yielding what each step brings them.
 
         Nothing is queued before the first delta is asked for, so an iterator that is never started
-        leaves nothing behind; one that is closed cancels what is unfinished.
+        leaves nothing behind; one that is closed cancels what is unfinished of what it has queued.
         """
+        inbox = Inbox()
         try:
             for request in requests:
-                self._queue(request, deque())
+                self._queue(request, inbox)
             while True:
-                for request in requests:
-                    while request.inbox:
-                        delta = request.inbox.popleft()
-                        if delta.error is not None:
-                            raise ValueError(f"{delta.request_id}: {delta.error}")
-                        yield delta
-                if all(request.finished for request in requests):
+                while inbox.deltas:
+                    yield inbox.deltas.popleft()
+                if not inbox.unfinished:
                     return
                 self._advance()
         finally:
             for request in requests:
-                if self._requests.get(request.request_id) is request:
+                ours = request.inbox is inbox  # else another call runs it
+                if ours and self._requests.get(request.request_id) is request:
                     self._cancel(request)
 
     def _advance(self) -> None:
         """Run one step, if there is anything to run, and let everybody know."""
-        if self.cache.in_step:
+        if self._busy:
             raise RuntimeError("a step was asked for from within a step")
+        if self._requests or self._torn:
+            self._exclusively(self._step)
+            if self._audit:
+                self.cache.audit()
+
+    @property
+    def _busy(self) -> bool:
+        return self._section is not None and self._section.gi_running
+
+    def _exclusively(self, work: Callable[[], None]) -> None:
+        """Change the books, which nobody else does meanwhile: who comes from within (a forgotten
+        iterator is closed at any time, by the collector) asks `_busy`.
+
+        Inside of a generator, for the interpreter alone knows for sure whether one is running: a
+        flag of ours would stay up for ever if Ctrl-C came where it is to be taken down.
+        """
+        self._section = self._change(work)
+        for _ in self._section:
+            pass
+
+    def _change(self, work: Callable[[], None]) -> Generator[None]:
+        """All of `work`, or else nothing is left in flight. If the repair is cut short too, `_torn`
+        stays up, and whoever changes anything next repairs first."""
+        self._repair()
+        self._torn = True
+        try:
+            work()
+            self._end_cancelled()
+        except BaseException:
+            self._repair()
+            raise
+        self._torn = False
+        yield
+
+    def _step(self) -> None:
         if not self._requests:
             return
         began = time.perf_counter()
-        rows = self._step()
+        self.cache.begin_step()
+        rows = self.scheduler.schedule()
+        if rows:
+            self._run_rows(rows)
+        self.cache.end_step()
         self._account(rows, began)
         self._refuse_if_stuck(rows)
-        if self._audit:
-            self.cache.audit()
-
-    def _step(self) -> list[Row]:
-        """A step of the cache: all of it, or else nothing is left in flight."""
-        try:
-            self.cache.begin_step()
-            rows = self.scheduler.schedule()
-            if rows:
-                self._run_rows(rows)
-            self.cache.end_step()
-            return rows
-        except BaseException:
-            self._recover()
-            raise
-        finally:
-            while self._cancelled:
-                self._cancel(self._cancelled.pop())
 
     def _run_rows(self, rows: list[Row]) -> None:
         """Run the plans of a step and hand every row what it wanted."""
@@ -325,12 +376,18 @@ class Engine:
         return self.cache.commit(sequence.lease, plan.end, appended, last=last)
 
     def _cancel(self, request: Request) -> None:
-        if self.cache.in_step:
-            self._cancelled.append(request)
-            return
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self._end(sequence, FinishReason.ABORT)
+        self._cancelled.append(request)
+        if not self._busy:
+            self._exclusively(lambda: None)
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            request = self._cancelled[-1]
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    self._end(sequence, FinishReason.ABORT)
+                self._forget(sequence)  # also one whose end was cut short
+            self._cancelled.remove(request)  # now: what is cut short above is to be done again
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence that is not in a step, before its time."""
@@ -342,27 +399,35 @@ class Engine:
 
     def _tell(self, delta: Delta) -> None:
         inbox = self._requests[delta.request_id].inbox
-        (self._news if inbox is None else inbox).append(delta)
+        (self._news if inbox is None else inbox.deltas).append(delta)
 
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.drop(sequence)
         sequence.lease = None
         request = self._requests.get(sequence.request_id)
         if request is not None and request.finished:
+            if request.inbox is not None:
+                request.inbox.unfinished.discard(request)
             del self._requests[sequence.request_id]
 
-    def _recover(self) -> None:
-        """After a step that failed half way: nothing is in flight, nothing is held by mistake."""
+    def _repair(self) -> None:
+        """After a change that was cut short: nothing is in flight, nothing is held by mistake."""
+        if not self._torn:
+            return
         self.scheduler.retreat()
         sequences = [s for request in self._requests.values() for s in request.sequences]
+        for sequence in sequences:
+            sequence.lease = None
         for sequence in (s for s in sequences if s.torn):
+            if sequence.finish_reason is not FinishReason.ERROR:
+                sequence.error = "the step failed while its token was being chosen"
+                self._end(sequence, FinishReason.ERROR)
             sequence.torn = False
-            sequence.error = "the step failed while its token was being chosen"
-            self._end(sequence, FinishReason.ERROR)
         for sequence in (s for s in sequences if s.finish_reason is not None):
             self._forget(sequence)
-        if self.cache.in_step:
-            self.cache.end_step()
+        self.cache.abandon()
+        self._end_cancelled()
+        self._torn = False
 
     def _refuse_if_stuck(self, rows: list[Row]) -> None:
         """Steps in which nothing runs would be a silent loop: who waited first is refused with what

@@ -13,6 +13,7 @@ from kimi_mini.batch import ModelState, allocate_state
 from kimi_mini.costs import state_sizes
 from kimi_mini.machine import refuse_oversize
 from kimi_mini.model import KimiForCausalLM
+from kimi_mini.serving.checks import check_count
 
 DEFAULT_SLOTS = 16
 DEFAULT_ROWS = 65536  # latent rows; no more than every slot's full context
@@ -37,10 +38,11 @@ def allocate(
 ) -> Memory:
     """Pools for `model`. ValueError for numbers that contradict each other, that hold nothing, or
     that this machine does not have the memory for."""
-    given = {"page": page, "state_slots": state_slots, "kv_pages": kv_pages}
-    for name, number in (given | {"cache_bytes": cache_bytes}).items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    page = check_count("page", page)
+    given = {"state_slots": state_slots, "kv_pages": kv_pages, "cache_bytes": cache_bytes}
+    state_slots, kv_pages, cache_bytes = (
+        None if number is None else check_count(name, number) for name, number in given.items()
+    )
     sizes = state_sizes(model.config, model.dtype, page)
     if cache_bytes is not None:
         if state_slots is not None and kv_pages is not None:

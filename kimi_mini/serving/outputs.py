@@ -65,7 +65,8 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """A request and its n samples. prompt is None if it was given as ids; prompt_logprobs[0] is
-    None, since nothing predicts the first token."""
+    None, since nothing predicts the first token. The first sample alone scores the prompt: what
+    ends it early cuts them short."""
 
     request_id: str
     prompt: str | None

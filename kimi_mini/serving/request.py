@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kernels.packing import integers
+from kimi_mini.serving.checks import check_ids
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.open_model import OpenModel
 from kimi_mini.serving.outputs import Delta, RequestOutput
@@ -18,9 +18,18 @@ Prompt = str | Series[int]  # text, or token ids
 
 
 @dataclass(eq=False)
+class Inbox:
+    """Of one call of `run`: what the sequences of its requests brought, in order, and the requests
+    that will bring more."""
+
+    deltas: deque[Delta] = field(default_factory=deque)
+    unfinished: set[Request] = field(default_factory=set)
+
+
+@dataclass(eq=False)
 class Request:
-    """room: tokens that each sequence may sample. inbox: what its sequences brought, if anybody
-    reads it there (a stream)."""
+    """room: tokens that each sequence may sample. inbox: where its sequences tell what they
+    brought; None: the engine's own."""
 
     request_id: str
     prompt: str | None  # None: given as ids
@@ -28,7 +37,7 @@ class Request:
     params: SamplingParams
     room: int
     sequences: list[Sequence] = field(default_factory=list)
-    inbox: deque[Delta] | None = None
+    inbox: Inbox | None = None
 
     @property
     def finished(self) -> bool:
@@ -70,11 +79,10 @@ def make_request(
     """
     config = opened.model.config
     text = prompt if isinstance(prompt, str) else None
-    ids = integers("prompt ids", prompt) if text is None else opened.encode(text)
+    given = prompt if text is None else opened.encode(text)
+    ids = check_ids("prompt token id", given, config.vocab_size)
     if not ids or text == "":
         raise ValueError("the prompt is empty: give at least one token")
-    _check_ids("token id", ids, config.vocab_size)
-    _check_ids("stop token id", params.stop_token_ids, config.vocab_size)
     left = config.max_position_embeddings - len(ids)
     if left < 0:
         raise ValueError(
@@ -85,14 +93,15 @@ def make_request(
     if opened.tokenizer is None and params.stop:
         raise ValueError(f"stop strings need a tokenizer, which is not there: {opened.no_text}")
     request = Request(request_id, text, ids, params, room)
-    end_ids = () if params.ignore_eos else opened.end_ids
     for index in range(params.n):
         own = params.child(index)
+        if index:  # the prompt is the same for all: one scores it, the others may read its states
+            own = replace(own, prompt_logprobs=None)
         sampler = TokenSampler(
             own,
             ids,
             vocab_size=config.vocab_size,
-            end_ids=end_ids,
+            end_ids=opened.end_ids,
             sample_below=opened.sample_below,
         )
         request.sequences.append(
@@ -103,15 +112,9 @@ def make_request(
                 own,
                 sampler,
                 room=room,
-                end_ids=end_ids,
+                end_ids=opened.end_ids,
                 tokenizer=opened.tokenizer,
                 control=control or CacheControl(),
             )
         )
     return request
-
-
-def _check_ids(what: str, ids: Series[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise ValueError(f"{what} {token} is not in this model's vocabulary, 0..{vocab - 1}")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.packing import integers
+from kimi_mini.serving.checks import check_ids
 from kimi_mini.serving.logprobs import TokenLogprobs, largest, token_logprobs, top_ids
 from kimi_mini.serving.sampling_params import SamplingParams
 
@@ -122,7 +122,7 @@ class TokenSampler:
             raise ValueError(f"a sampler is for one sample: params.n must be 1, got {params.n}")
         if sample_below is not None and sample_below < 1:
             raise ValueError(f"sample_below must be None or at least 1, got {sample_below}")
-        _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        check_ids("stop token id", params.stop_token_ids, vocab_size)
         self.params = params
         self.vocab_size = vocab_size
         self.sample_below = min(vocab_size, vocab_size if sample_below is None else sample_below)
@@ -133,15 +133,13 @@ class TokenSampler:
             self.generator.seed()
         else:
             self.generator.manual_seed(params.seed)
-        # of ids in prompt or output, and of how often in the output; only kept if they are needed
+        # of ids in prompt or output, and of how often in the output; only kept if they are needed,
+        # and not while the sample waits for its first token
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
+        self._prompt: list[int] = []
         if params.repetition_penalty != 1:
-            prompt = _check_ids("prompt_ids", prompt_ids, vocab_size)
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(prompt, dtype=torch.long)] = True
-        if params.frequency_penalty or params.presence_penalty:
-            self._counts = torch.zeros(vocab_size, dtype=torch.float64)
+            self._prompt = check_ids("prompt token id", prompt_ids, vocab_size)
 
     def sample(self, logits: Tensor) -> Sampled:
         """The next token, from the model's logits [vocab], which are left as they are.
@@ -195,7 +193,18 @@ class TokenSampler:
             logits = logits.index_fill(0, torch.tensor(ends, dtype=torch.long), NEVER)
         return logits
 
+    def _remember(self) -> None:
+        """Make what penalties need, before the first token is chosen."""
+        params, vocab = self.params, self.vocab_size
+        if params.repetition_penalty != 1 and self._seen is None:
+            self._seen = torch.zeros(vocab, dtype=torch.bool)
+            self._seen[torch.tensor(self._prompt, dtype=torch.long)] = True
+            self._prompt = []
+        if (params.frequency_penalty or params.presence_penalty) and self._counts is None:
+            self._counts = torch.zeros(vocab, dtype=torch.float64)
+
     def _penalised(self, logits: Tensor) -> Tensor:
+        self._remember()
         params, below = self.params, self.sample_below
         if self._seen is not None:
             logits = apply_repetition_penalty(logits, self._seen[:below], params.repetition_penalty)
@@ -219,12 +228,3 @@ def _first(logits: Tensor, value: Tensor) -> int:
 def _only(logits: Tensor, ids: Tensor) -> Tensor:
     """Logits [vocab] with all but `ids` at -inf."""
     return torch.full_like(logits, NEVER).index_copy_(0, ids, logits[ids])
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ids; ValueError if one is not in the vocabulary."""
-    ids = integers(name, ids)
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise ValueError(f"{name} must be in the vocabulary, 0..{vocab_size - 1}, got {i}")
-    return ids

@@ -75,9 +75,11 @@ class SamplingParams:
     output tokens. temperature: below 1e-5 greedy. top_p: 0 keeps one token, 1 is off. top_k: 0 or
     -1 is off. min_p: 0 is off. seed: 0 is a seed, None takes one from the system. stop: a string or
     list of strings, kept as a tuple. stop_token_ids: kept as a tuple without repeats. max_tokens:
-    None is as many as the context allows, 0 samples nothing. min_tokens: until so many are sampled,
-    nothing ends a sample. logprobs, prompt_logprobs: how many alternatives to report with each
-    token; 0 is the token itself only, -1 the whole vocabulary, None no report.
+    None is as many as the context allows, 0 samples nothing. min_tokens: the first so many
+    tokens hold no end token or stop token, and no stop string ends within their text; one that
+    begins there and ends later does end the sample, and its text before it. logprobs,
+    prompt_logprobs: how many alternatives to report with each token (of n samples the first alone
+    scores the prompt); 0 is the token itself only, -1 the whole vocabulary, None no report.
 
     Raises ValueError, one line that tells of every mistake: the parameter, what it may be, the
     value seen. Numbers are kept as Python's own int and float.
@@ -115,9 +117,13 @@ class SamplingParams:
         """Whether the largest logit is taken, without chance."""
         return self.temperature < GREEDY_BELOW
 
+    def heeded(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """eos_ids, or none of them if they are ignored."""
+        return frozenset(() if self.ignore_eos else eos_ids)
+
     def end_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end a sample: eos_ids unless they are ignored, and stop_token_ids."""
-        return frozenset(() if self.ignore_eos else eos_ids).union(self.stop_token_ids)
+        """The tokens that end a sample: the end-of-sequence ids it heeds, and stop_token_ids."""
+        return self.heeded(eos_ids).union(self.stop_token_ids)
 
     def child(self, index: int) -> SamplingParams:
         """The params of sample `index` of n: n = 1, and seed + index if there is a seed (vLLM's

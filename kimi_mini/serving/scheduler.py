@@ -9,11 +9,12 @@ else those who gave way would come straight back and compute their prompts for n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import NamedTuple
 
 from cache.leases import StepPlan, Wait, WaitReason
 from cache.state_cache import StateCache
+from kimi_mini.serving.checks import check_count
 from kimi_mini.serving.sequence import Sequence
 
 PASSING = (WaitReason.SAME_STEP, WaitReason.LOADING)  # over by themselves, no cause to hold others
@@ -28,77 +29,71 @@ class Row(NamedTuple):
 
 class Scheduler:
     """max_batch_tokens: tokens of one step, and so rows too. prefill_chunk: tokens that one row may
-    take in one step."""
+    take in one step. ValueError unless both are integers of at least 1.
+
+    The work of a step grows with its rows, not with their square: ordered dicts for queues, a
+    counter for the budget.
+    """
 
     def __init__(self, cache: StateCache, max_batch_tokens: int, prefill_chunk: int) -> None:
-        for name, number in (
-            ("max_batch_tokens", max_batch_tokens),
-            ("prefill_chunk", prefill_chunk),
-        ):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
         self.cache = cache
-        self.max_batch_tokens = max_batch_tokens
-        self.max_chunk = min(prefill_chunk, max_batch_tokens)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.max_batch_tokens = check_count("max_batch_tokens", max_batch_tokens)
+        self.max_chunk = min(check_count("prefill_chunk", prefill_chunk), self.max_batch_tokens)
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.running: OrderedDict[Sequence, None] = OrderedDict()  # oldest first
         self.stuck: tuple[Sequence, Wait] | None = None  # who waited first in the last step
         self._closed = False  # somebody gave way, and no row has left since
+        self._left = 0  # tokens of this step that are not planned yet
 
     def add(self, sequence: Sequence) -> None:
         """At the end of the queue."""
-        self.waiting.append(sequence)
+        self.waiting[sequence] = None
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence whose lease has ended or that never had one, if it is here."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._closed = False
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.waiting.pop(sequence, None)
 
     def schedule(self) -> list[Row]:
         """Plans of this step, each to be committed or cancelled. Sum of tokens <= budget."""
         planned: dict[Sequence, StepPlan] = {}
-        self.stuck = None
+        self.stuck, self._left = None, self.max_batch_tokens
         for sequence in sorted(self.running, key=lambda s: s.lease.remaining > 1):
-            left = self.max_batch_tokens - _tokens(planned)
-            if sequence in self.running and left:
-                self._plan_running(sequence, left, planned)
+            if sequence in self.running and self._left:
+                self._plan_running(sequence, planned)
         if not self._closed:
             self._admit(planned)
         return [Row(sequence, plan) for sequence, plan in planned.items()]
 
     def retreat(self) -> None:
-        """After a step that failed, wherever it did: states and books may be torn, so everybody
-        gives their storage up and waits again in the same order, nothing lost but time."""
-        for lease in self.cache.live_leases:
-            if lease.plan is not None:
-                self.cache.cancel(lease.plan)
-            self.cache.preempt(lease)
-        everybody = dict.fromkeys((*self.running, *self.waiting))
+        """After a step that was cut short, wherever it was: states and books may be torn, so
+        everybody waits again in the same order, nothing lost but time. Their leases are the cache's
+        to end (`abandon`). Cut short itself, it is to be called again."""
+        everybody = OrderedDict.fromkeys((*self.running, *self.waiting))
         for sequence in everybody:
             sequence.timings.preemptions += sequence in self.running
             sequence.lease, sequence.computed = None, 0
-        self.waiting = deque(everybody)
+        self.waiting = everybody
         self.running.clear()
         self._closed = False
 
-    def _plan_running(
-        self, sequence: Sequence, left: int, planned: dict[Sequence, StepPlan]
-    ) -> None:
+    def _plan_running(self, sequence: Sequence, planned: dict[Sequence, StepPlan]) -> None:
         """Plan one running row, if need be at the cost of younger ones, or of itself."""
         while True:
-            plan = self.cache.plan(sequence.lease, left, self.max_chunk)
+            plan = self.cache.plan(sequence.lease, self._left, self.max_chunk)
             if isinstance(plan, StepPlan):
-                planned[sequence] = plan
+                self._enter(sequence, plan, planned)
                 return
             if plan.reason not in (WaitReason.PAGES, WaitReason.SLOTS):
                 self.stuck = self.stuck or (sequence, plan)
                 return
-            youngest = self.running[-1]
+            youngest = next(reversed(self.running))
             if youngest in planned:
-                self.cache.cancel(planned.pop(youngest))
+                withdrawn = planned.pop(youngest)
+                self._left += withdrawn.end - withdrawn.start
+                self.cache.cancel(withdrawn)
             self._preempt(youngest)
             self._closed = bool(self.running)
             if youngest is sequence:
@@ -108,34 +103,37 @@ class Scheduler:
         self.cache.preempt(sequence.lease)
         sequence.lease, sequence.computed = None, 0
         sequence.timings.preemptions += 1
-        self.waiting.appendleft(sequence)  # at no time in neither: Ctrl-C comes at any
-        self.running.remove(sequence)
+        self.waiting[sequence] = None  # at no time in neither: Ctrl-C comes at any
+        self.waiting.move_to_end(sequence, last=False)
+        del self.running[sequence]
 
     def _admit(self, planned: dict[Sequence, StepPlan]) -> None:
         """Waiting sequences enter in order. One that lacks storage holds those behind it back."""
-        for sequence in list(self.waiting):
-            left = self.max_batch_tokens - _tokens(planned)
-            if not left or len(self.running) == self.max_batch_tokens:
-                return
-            plan = self._first_plan(sequence, left)
+        entered = []
+        for sequence in self.waiting:
+            if not self._left or len(self.running) == self.max_batch_tokens:
+                break
+            plan = self._first_plan(sequence)
             if isinstance(plan, Wait):
                 self.stuck = self.stuck or (sequence, plan)
                 if plan.reason not in PASSING:
-                    return
+                    break
                 continue
-            planned[sequence] = plan
+            self._enter(sequence, plan, planned)
             sequence.hit = sequence.hit or sequence.lease.hit
-            self.running.append(sequence)
-            self.waiting.remove(sequence)
+            self.running[sequence] = None
+            entered.append(sequence)
+        for sequence in entered:
+            del self.waiting[sequence]
 
-    def _first_plan(self, sequence: Sequence, left: int) -> StepPlan | Wait:
+    def _enter(self, sequence: Sequence, plan: StepPlan, planned: dict[Sequence, StepPlan]) -> None:
+        planned[sequence] = plan
+        self._left -= plan.end - plan.start
+
+    def _first_plan(self, sequence: Sequence) -> StepPlan | Wait:
         if sequence.lease is None:
             lease = self.cache.admit(sequence.storage_request())
             if isinstance(lease, Wait):
                 return lease
             sequence.lease = lease
-        return self.cache.plan(sequence.lease, left, self.max_chunk)
-
-
-def _tokens(planned: dict[Sequence, StepPlan]) -> int:
-    return sum(plan.end - plan.start for plan in planned.values())
+        return self.cache.plan(sequence.lease, self._left, self.max_chunk)

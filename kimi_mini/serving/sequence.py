@@ -22,8 +22,8 @@ from kimi_mini.serving.text.tokenizer import Tokenizer
 
 
 class Sequence:
-    """params are those of this one sample; room: tokens that may be sampled; end_ids: tokens that
-    end the text unless ignored."""
+    """params are those of this one sample; room: tokens that may be sampled; end_ids: the model's
+    end-of-sequence ids, which params may ignore."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Sequence:
         self.prompt_tokens = len(prompt_ids)
         self.tokens = list(prompt_ids)  # all that are known
         self.params, self.sampler, self.room = params, sampler, room
-        self.end_ids = frozenset() if params.ignore_eos else frozenset(end_ids)
+        self.end_ids = params.heeded(end_ids)
         self.control = control or CacheControl()
         self.hit: Hit | None = None  # what its first admission found in the cache
         self.arrival = arrival
@@ -122,7 +122,7 @@ class Sequence:
     def end(self, reason: FinishReason, token: Sampled | None = None, text: str = "") -> Delta:
         """Ends here, for this reason; what was held back of the text is let go."""
         if self._stream is not None:
-            text += self._stops.push(self._stream.finish()) + self._stops.finish()
+            text += self._stops.push(self._stream.finish(), self._watched) + self._stops.finish()
             if reason is FinishReason.LENGTH and self._stops.matched is not None:
                 reason, self.stop_reason = FinishReason.STOP, self._stops.matched
         self.finish_reason = reason
@@ -164,7 +164,7 @@ class Sequence:
             self.stop_reason = None if token in self.end_ids else token
             shown = self._push(token) if self.params.include_stop_str_in_output else ""
             return self.end(FinishReason.STOP, sampled, shown)
-        text = self._push(token, watch=not early)
+        text = self._push(token)
         if self._stops.matched is not None:
             self.stop_reason = self._stops.matched
             return self.end(FinishReason.STOP, sampled, text)
@@ -172,12 +172,16 @@ class Sequence:
             return self.end(FinishReason.LENGTH, sampled, text)
         return self._delta(text, sampled)
 
-    def _push(self, token: int, watch: bool = True) -> str:
-        """Text that became certain; before min_tokens stop strings are not looked for."""
+    def _push(self, token: int) -> str:
+        """Text that became certain."""
         if self._stream is None:
             return ""
-        text = self._stream.push(token)
-        return self._stops.push(text) if watch else text
+        return self._stops.push(self._stream.push(token), self._watched)
+
+    @property
+    def _watched(self) -> bool:
+        """A stop string may end with the last token: there are more than min_tokens."""
+        return len(self.tokens) - self.prompt_tokens > self.params.min_tokens
 
     def _delta(self, text: str, sampled: Sampled | None = None) -> Delta:
         if text:

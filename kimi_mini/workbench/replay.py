@@ -27,6 +27,10 @@ class Status(StrEnum):
     BY_DESIGN = "by_design"  # the file is comparable only up to a cut; the reason is in `field`
 
 
+class Incomparable(Exception):
+    """From this event on the engine does what nobody should copy; the reason is the message."""
+
+
 class Difference(NamedTuple):
     """The first place where two observations differ."""
 
@@ -93,10 +97,14 @@ def compare(
     reason: str = "",
 ) -> Verdict:
     """Drive all events through `observe` and compare those before `cut`. From the cut on events are
-    driven for our own invariants only, which `observe` checks."""
+    driven for our own invariants only, which `observe` checks; it may also raise `Incomparable`,
+    and no event after that is driven."""
     names = (scenario["name"], scenario["engine"], level.name.lower())
     for i, (event, want) in enumerate(zip(scenario["events"], scenario["observed"], strict=True)):
-        got = observe(event)
+        try:
+            got = observe(event)
+        except Incomparable as beyond:
+            return Verdict(*names, Status.BY_DESIGN, i, str(beyond))
         if cut is not None and i >= cut:
             continue
         found = first_difference(want, got, level, levels)

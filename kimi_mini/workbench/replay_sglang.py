@@ -8,20 +8,28 @@ from typing import Any
 
 from cache.leases import CacheRequest, CopyKind, StepPlan, Wait
 from cache.null_executor import NullExecutor
-from cache.pools.allocator import Ownership, OwnershipError
+from cache.pools.allocator import OwnershipError
 from cache.pools.storage import Sizes, one_of_each
 from cache.radix import key as keys
 from cache.radix.manager import RadixLease
 from cache.radix.node import Node, Receipt
 from cache.radix.sglang import SGLangCache
 from cache.radix.strategy import Strategy
-from kimi_mini.workbench.replay import Level, Status, Verdict, compare, first_difference
+from kimi_mini.workbench.replay import (
+    Incomparable,
+    Level,
+    Status,
+    Verdict,
+    compare,
+    first_difference,
+)
 
 ABORTS = "the engine's process ends here; ours waits or refuses"
 LEAKS = (
     "the engine never releases the lock of a hit that is aborted before it ran; ours does, and the "
     "replay holds one in its place, so that all events can be compared"
 )
+UNLOCKED = "the engine goes on over rows that nobody had locked and that are gone; ours never does"
 SAMPLE = 900  # what a prefill appends if the file does not say
 LEVELS = {
     **dict.fromkeys(
@@ -59,7 +67,7 @@ def replay(scenario: Mapping[str, Any], level: Level) -> Verdict:
 
 def abort_at(scenario: Mapping[str, Any]) -> int | None:
     """The event at which the engine's process would have ended; None if it lives to the end."""
-    if "engine_abort" not in scenario["tags"]:
+    if "engine_abort" not in scenario.get("tags", ()):
         return None
     return next(i for i, seen in enumerate(scenario["observed"]) if _has_abort(seen))
 
@@ -75,7 +83,8 @@ def _has_abort(seen: Any) -> bool:
 
 
 def _config_fault(error: ValueError) -> str:
-    return "page_must_be_1_without_extra_buffer" if "pages of one token" in str(error) else "other"
+    one = "pages of one token" in str(error)
+    return "page_must_be_1_without_extra_buffer" if one else "assertion"
 
 
 class Refused(Exception):
@@ -110,6 +119,7 @@ class Driver:
         self.leases: dict[str, RadixLease] = {}
         self.receipts: dict[str, Receipt] = {}
         self.leaks: list[Receipt] = []  # locks that the engine would have lost
+        self.unlocked: dict[str, Node] = {}  # where requests came in without a lock
         self.node: Node = self.tree.root  # of the last match or insert
         self.matched: list[int] = []  # its pages
 
@@ -122,14 +132,45 @@ class Driver:
         }
 
     def observe(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what an event says; what it did, in the file's words."""
+        """Do what an event says; what it did, in the file's words. ValueError for an event that
+        there is none of."""
         arguments = {name: value for name, value in event.items() if name != "op"}
+        do = getattr(self, f"_do_{event['op']}", None)
+        if do is None:
+            raise ValueError(f"there is no event {event['op']!r}")
+        own = event.get("id")
+        self._lock_again(own)
         try:
-            result = getattr(self, f"_do_{event['op']}")(**arguments)
+            result = do(**arguments)
         except Refused as wait:
             result = {"error": {"type": "Wait", "kind": str(wait)}}
+        self._lock_again(*self.unlocked)
         self.cache.audit()
+        self._unlock_again()
         return result | self._books()
+
+    def _lock_again(self, *ids: str | None) -> None:
+        """Our requests hold what they resume from; one that came in without a lock does so during
+        its own events alone, and not the state, which it has copied."""
+        for id in self.unlocked.keys() & {*ids} & self.leases.keys():
+            lease, node = self.leases[id], self.unlocked[id]
+            if lease.receipt is None or lease.receipt in self.tree.receipts:
+                continue
+            if not node.is_root:
+                lease.receipt = self.tree.lock(node, state=False)
+            elif lease.ran:
+                raise Incomparable(UNLOCKED)
+            else:
+                lease.receipt, lease.published = None, 0
+                lease.pages[0].clear()
+
+    def _unlock_again(self) -> None:
+        for id, node in [*self.unlocked.items()]:
+            lease = self.leases.get(id)
+            if lease is None or (lease.receipt is not None and lease.receipt.node is not node):
+                del self.unlocked[id]  # it has ended, or has published and locked that
+            elif lease.receipt is not None:
+                self.tree.unlock(lease.receipt)
 
     # tree events
 
@@ -153,7 +194,7 @@ class Driver:
         salt: str | None = None,
     ):
         count = len(tokens) // self.page
-        owned = self.matched[: owned_tokens // self.page]
+        owned = self.matched[: min(count, owned_tokens // self.page)]
         fresh = self.kv.alloc(count - len(owned))
         if fresh is None:
             return {"error": {"type": "None", "kind": "kv_pool_exhausted"}}
@@ -162,14 +203,15 @@ class Driver:
             self.kv.free(fresh)
             return {"error": {"type": "None", "kind": "state_pool_exhausted"}}
         pages, free = [*owned, *fresh], self.kv.free_count
-        if not state:
+        if not state and count:
             self.kv.free(fresh)
             raise Refused("an insert without a state")
         done = self.tree.insert(tokens, pages, slots[0], owned=owned_tokens, salt=salt)
-        if done.refused:
+        if done.refused and state:
             self.states.free(slots)
         self.node = done.node
-        self.executor.place(self.tree.pages_of(done.node), done.node.state, tokens, salt)
+        if count:
+            self.executor.place(self.tree.pages_of(done.node), done.node.state, tokens, salt)
         return {
             "given_kv": self._slots(pages),
             "given_state": slots[0],
@@ -185,7 +227,7 @@ class Driver:
     def _do_unlock(self, name: str, keep: bool = False):
         try:
             self.tree.unlock(self.receipts[name])
-        except OwnershipError:
+        except (KeyError, OwnershipError):
             raise Refused("unlock_without_lock") from None
         if not keep:
             del self.receipts[name]
@@ -198,19 +240,9 @@ class Driver:
         return self._evicted(self.tree.evict_states(states))
 
     def _do_evict_for_alloc(self, kv: int = 0, states: int = 0):
-        before = (
-            self.kv.allocator.count(Ownership.CACHED),
-            self.states.allocator.count(Ownership.CACHED),
-        )
-        self.tree.make_room(pages=-(-kv // self.page), slots=states)
-        after = (
-            self.kv.allocator.count(Ownership.CACHED),
-            self.states.allocator.count(Ownership.CACHED),
-        )
-        return {
-            "kv_evicted": (before[0] - after[0]) * self.page,
-            "states_evicted": before[1] - after[1],
-        }
+        pages = self.kv.free_count + -(-kv // self.page) if kv else 0
+        slots = self.states.free_count + states if states else 0
+        return self._evicted(self.tree.evict_until(pages, slots))
 
     @staticmethod
     def _evicted(freed):
@@ -225,6 +257,10 @@ class Driver:
             raise Refused(str(lease.reason))
         self.leases[id] = lease
         copy = next((c for c in lease.copies if c.kind is CopyKind.STATE), None)
+        if not lock and lease.receipt is not None:
+            self.unlocked[id] = lease.receipt.node
+            self.executor.copy(lease.copies)  # its source may be gone when the first piece runs
+            lease.copies = ()
         return {
             "matched_tokens": lease.hit.joint,
             "branching_tokens": lease.hit.junction,
@@ -244,6 +280,8 @@ class Driver:
         prompt = len(lease.request.ids)
         if if_needed and lease.computed >= prompt:
             return {"skipped": True}
+        if id in self.unlocked and lease.receipt is None:
+            raise Incomparable(UNLOCKED)
         with self._step():
             plan = self._plan(lease, chunk or lease.remaining)
             done = plan.end == prompt
@@ -267,7 +305,7 @@ class Driver:
 
     def _do_abort(self, id: str):
         lease = self._lease(id)
-        if lease.receipt is not None and not lease.ran:
+        if lease.receipt is not None and not lease.ran and id not in self.unlocked:
             self.leaks.append(self.tree.lock(lease.receipt.node, state=lease.receipt.state))
         return self._ended(id, self.cache.abort)
 
@@ -291,12 +329,14 @@ class Driver:
         return seen | {"finish": self._do_finish(id)}
 
     def _do_reset(self):
+        self._lock_again(*self.unlocked)
         for lease in self.leases.values():
             self.cache.abort(lease)
         self.leases.clear()
         self.receipts.clear()
+        self.unlocked.clear()
         self.cache.clear()
-        self.node = self.tree.root
+        self.node, self.matched = self.tree.root, []
         return {}
 
     def _lease(self, id: str) -> RadixLease:

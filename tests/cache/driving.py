@@ -279,6 +279,29 @@ class Driver:
         self._end(lease, "preempt")
 
     @checked
+    def abandon(self) -> None:
+        """Anything fails half way: every lease has ended, nothing is private, no step is open; once
+        more changes nothing that can be seen."""
+        self.cache.abandon()
+        assert not self.cache.in_step and not self.cache.live_leases
+        self.in_step = False
+        self.ends.clear()
+        self.used += [lease.plan for lease in self.tokens if lease.plan]
+        for lease, tokens in self.tokens.items():
+            assert lease.phase is Phase.ENDED and lease.plan is None
+            assert not any(lease.slots) and not any(lease.pages)
+            self.counts["preempt"] += 1
+            self.gone.append((replace(lease.request, ids=tokens), self.final[lease]))
+            self.ended.append(lease)
+        for book in (self.tokens, self.final, self.computed):
+            book.clear()
+        for pool in self.storage:
+            assert not any(pool.allocator.count(state) for state in PRIVATE)
+        before = self.snapshot()
+        self.cache.abandon()
+        assert self.snapshot() == before, "a second abandon has changed something"
+
+    @checked
     def misuse(self) -> None:
         """Every call that would be out of order now is refused and changes nothing."""
         for name, error, call in self._out_of_order():

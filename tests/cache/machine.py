@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cache.leases import CacheRequest, Lease
+from cache.leases import CacheRequest, Lease, StepPlan, Wait
 from cache.pools.storage import Storage
 from cache.state_cache import StateCache
 from tests.cache.driving import Driver
@@ -38,15 +38,16 @@ def tiny(draw: st.DrawFn) -> Shape:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> tuple[int, int, list[int], int, dict]:
+def wishes(draw: st.DrawFn, hopeful: bool = False) -> tuple[int, int, list[int], int, dict]:
     """(text that it begins with: one of TEXTS or what somebody left; tokens, those at the end that
-    are its own, tokens to come, options)."""
+    are its own, tokens to come, options). hopeful: what keeps a request from a hit is rare."""
+    rarely = 5 if hopeful else 1
     options = dict(
-        salt=draw(st.sampled_from([None, "tenant"])),
-        skip_read=draw(st.booleans()),
+        salt=draw(st.sampled_from([None] * rarely + ["tenant"])),
+        skip_read=draw(st.sampled_from([False] * rarely + [True])),
         must_fit=draw(st.booleans()),
         checkpoint_at=tuple(draw(st.lists(st.integers(1, 20), max_size=2))),
-        key_cap=draw(st.none() | st.integers(0, 20)),
+        key_cap=draw(st.one_of(*[st.none()] * rarely, st.integers(0, 20))),
     )
     own = draw(st.lists(st.integers(0, 2), max_size=3))
     return draw(st.integers(0, 2)), draw(st.integers(1, 40)), own, draw(few), options
@@ -58,6 +59,7 @@ class ContractMachine(RuleBasedStateMachine):
     make_cache: Callable[[Storage], StateCache]
     happened: Counter[str]
     shapes: st.SearchStrategy[Shape]
+    wish: st.SearchStrategy
 
     @initialize(data=st.data())
     def make(self, data: st.DataObject) -> None:
@@ -84,8 +86,11 @@ class ContractMachine(RuleBasedStateMachine):
         self.driver.end_step()
 
     @precondition(lambda self: self.driver.in_step and len(self.driver.tokens) < 6)
-    @rule(wish=wishes(), want=st.sampled_from([0, 1, 3, 5, 40]))
-    def admit(self, wish: tuple, want: int) -> None:
+    @rule(data=st.data(), want=st.sampled_from([0, 1, 3, 5, 40]))
+    def admit(self, data: st.DataObject, want: int) -> None:
+        self._admit(data.draw(type(self).wish), want)
+
+    def _admit(self, wish: tuple, want: int) -> Lease | Wait | None:
         text, length, own, more, options = wish
         length = 1 + (length - 1) % self.longest
         texts = (*TEXTS, [*self.driver.ended[-1].tokens, *TEXTS[0]]) if self.driver.ended else TEXTS
@@ -96,6 +101,27 @@ class ContractMachine(RuleBasedStateMachine):
         lease = self.driver.admit(CacheRequest(name, ids, **options), final)
         if want and isinstance(lease, Lease):
             self.driver.plan(self.driver.can_plan.index(lease), want)
+        return lease
+
+    @precondition(lambda self: not self.driver.in_step and len(self.driver.tokens) < 6)
+    @rule(data=st.data(), want=st.integers(2, 40), how=st.sampled_from(["finish", "abort"]))
+    def serve(self, data: st.DataObject, want: int, how: str) -> None:
+        """A request from its beginning to its end, if it has nothing to wait for."""
+        driver = self.driver
+        driver.begin_step()
+        lease = self._admit(data.draw(type(self).wish), 0)
+        driver.end_step()
+        while lease in driver.tokens and lease.remaining:
+            driver.begin_step()
+            plan = driver.plan(driver.can_plan.index(lease), want)
+            if isinstance(plan, StepPlan):
+                driver.run()
+                driver.commit(0, [1])
+            driver.end_step()
+            if not isinstance(plan, StepPlan):
+                return
+        if lease in driver.tokens:
+            driver.end(driver.idle.index(lease), how)
 
     @precondition(lambda self: self.driver.in_step and self.driver.gone)
     @rule(i=few)
@@ -164,13 +190,19 @@ class ContractMachine(RuleBasedStateMachine):
 
 
 def machine_of(
-    make: Callable[[Storage], StateCache], of: st.SearchStrategy[Shape] | None = None
+    make: Callable[[Storage], StateCache],
+    of: st.SearchStrategy[Shape] | None = None,
+    wish: st.SearchStrategy | None = None,
 ) -> type[ContractMachine]:
-    """The machine for caches made by `make` over pools of such shapes, `tiny` ones for None."""
+    """The machine for caches made by `make` over pools of such shapes, `tiny` ones for None, and
+    for such requests, any `wishes` for None."""
+
+    requests = wishes() if wish is None else wish
 
     class Machine(ContractMachine):
         make_cache = staticmethod(make)
         shapes = tiny() if of is None else of
+        wish = requests
         happened: Counter[str] = Counter()  # noqa: RUF012 (one for all runs of this class)
 
     return Machine

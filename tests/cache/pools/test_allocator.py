@@ -67,6 +67,33 @@ def test_indices_given_back_together_come_again_in_the_order_they_were_given():
     assert allocator.alloc(3) == [3, 1, 2]
 
 
+def test_reclaim_makes_the_books_anew_from_what_is_cached():
+    """Whatever they said: here they are torn in every way."""
+    allocator, at = in_each_state()
+    handles = {state: allocator.handle(i) for state, i in at.items() if state is not FREE}
+    allocator._free.extend([at[ACTIVE], at[ACTIVE], 0])
+    allocator._counts[TRACKED] = 7
+    allocator._states[at[INFLIGHT]] = FREE  # its generation has not followed yet
+    for _ in range(2):
+        assert allocator.reclaim([at[CACHED]]) == [1, 2, 3, 5, 6]
+        assert allocator.audit() == []
+        assert allocator.free_order() == (1, 2, 3, 5, 6)
+    assert [state for state, handle in handles.items() if allocator.is_live(handle)] == [
+        CACHED, RESERVED,
+    ]  # fmt: skip
+    allocator.alloc(5)
+    assert not any(allocator.is_live(handles[state]) for state in PRIVATE)
+
+
+@pytest.mark.parametrize("keep", [[0], [7], [-1], [4, 4]])
+def test_reclaim_refuses_to_keep_what_cannot_be_cached(keep):
+    allocator, _ = in_each_state()
+    before = observed(allocator)
+    with pytest.raises(OwnershipError, match="reclaim: each slot once, of 1..6; got"):
+        allocator.reclaim(keep)
+    assert observed(allocator) == before
+
+
 def test_newest_first_they_come_again_at_once_and_in_the_order_they_were_given():
     allocator = Allocator(5, newest_first=True)
     allocator.alloc(4)

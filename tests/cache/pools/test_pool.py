@@ -38,7 +38,7 @@ def test_memory_is_nan_from_the_start_and_the_books_are_clean(kind):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("verb", ["free", "evict", "clear"])
+@pytest.mark.parametrize("verb", ["free", "evict", "clear", "reclaim"])
 def test_br08_memory_that_comes_back_is_nan_until_its_new_owner_writes_it(kind, verb):
     pool = make_pool(kind)
     (index,) = pool.alloc(1)
@@ -46,12 +46,24 @@ def test_br08_memory_that_comes_back_is_nan_until_its_new_owner_writes_it(kind, 
     pool.alloc(3)
     if verb == "evict":
         pool.allocator.donate([index])
-    if verb == "clear":
-        pool.clear()
+    if verb in ("clear", "reclaim"):
+        getattr(pool, verb)()
     else:
         getattr(pool, verb)([index])
     assert is_nan(pool, index)
     assert pool.alloc(1) == [index] and is_nan(pool, index)
+    assert pool.audit() == []
+
+
+def test_reclaim_poisons_all_but_what_stays_even_what_was_free_before():
+    """It may have been given back just before a failure, and not yet been poisoned."""
+    pool = make_pool()
+    kept, private = pool.alloc(2)
+    pool.allocator.donate([kept])
+    for index in (kept, private, 3):
+        filled(pool, index)
+    pool.reclaim([kept])
+    assert [is_nan(pool, index) for index in range(1, 5)] == [False, True, True, True]
     assert pool.audit() == []
 
 

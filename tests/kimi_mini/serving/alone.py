@@ -20,7 +20,7 @@ from cache.null_executor import NullExecutor
 from cache.pools.storage import Storage
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams, preset
 from kimi_mini.serving.logprobs import TokenLogprobs, prompt_logprobs
-from kimi_mini.serving.open_model import OpenModel, speaking_bytes
+from kimi_mini.serving.open_model import OpenModel, around
 from kimi_mini.serving.outputs import CompletionOutput, FinishReason
 from kimi_mini.serving.sampling import TokenSampler
 from kimi_mini.serving.text.byte_level import ByteTokenizer
@@ -147,7 +147,7 @@ def alone(
     params: SamplingParams, index: int = 0,
 ) -> Expected:  # fmt: skip
     """Sample `index` of a request. Stop strings of a request must not overlap each other."""
-    opened = opened if isinstance(opened, OpenModel) else speaking_bytes(opened)
+    opened = opened if isinstance(opened, OpenModel) else around(opened)
     own, config = params.child(index), opened.model.config
     ids = opened.encode(prompt) if isinstance(prompt, str) else list(prompt)
     ends = frozenset() if own.ignore_eos else opened.end_ids
@@ -165,49 +165,53 @@ def alone(
             continue
         if sampled.token in ends or sampled.token in own.stop_token_ids:
             return _ended_by_token(own, ends, out, logprobs)
-        if stop := _first_stop(own, _watched(own, out, whole=False)):
-            return _expected(own, out, logprobs, FinishReason.STOP, stop)
-    stop = _first_stop(own, _watched(own, out, whole=True)) if out else None
-    reason = FinishReason.STOP if stop else FinishReason.LENGTH
-    return _expected(own, out, logprobs, reason, stop)
+        if _first_stop(own, out, whole=False):
+            return _expected(own, out, logprobs, FinishReason.STOP)
+    reason = FinishReason.STOP if _first_stop(own, out) else FinishReason.LENGTH
+    return _expected(own, out, logprobs, reason)
 
 
 def _expected(
-    own: SamplingParams, out: list[int], logprobs: list, reason: FinishReason, stop: str | None
+    own: SamplingParams, out: list[int], logprobs: list, reason: FinishReason
 ) -> Expected:
-    text = ByteTokenizer().decode(out, own.skip_special_tokens)
-    watched = _watched(own, out, whole=True)
-    if stop:
-        place = watched.index(stop) + (len(stop) if own.include_stop_str_in_output else 0)
-        text = text[: len(text) - len(watched) + place]
-    return Expected(
-        tuple(out), text, reason, stop, None if own.logprobs is None else list(logprobs)
-    )
+    text, found = _text(own, out), _first_stop(own, out)
+    if found:
+        place, stop = found
+        text = text[: place + (len(stop) if own.include_stop_str_in_output else 0)]
+    said = None if own.logprobs is None else list(logprobs)
+    return Expected(tuple(out), text, reason, found[1] if found else None, said)
 
 
 def _ended_by_token(
     own: SamplingParams, ends: frozenset[int], out: list[int], logprobs: list
 ) -> Expected:
     shown = out if own.include_stop_str_in_output else out[:-1]
-    stop = _first_stop(own, _watched(own, shown, whole=True)) if shown else None
-    text = _expected(own, shown, logprobs, FinishReason.STOP, stop).text
+    text = _expected(own, shown, logprobs, FinishReason.STOP).text
     reason = None if out[-1] in ends else out[-1]
-    return _expected(own, out, logprobs, FinishReason.STOP, None)._replace(
-        text=text, stop_reason=reason
-    )
+    said = None if own.logprobs is None else list(logprobs)
+    return Expected(tuple(out), text, FinishReason.STOP, reason, said)
 
 
-def _watched(own: SamplingParams, out: list[int], whole: bool) -> str:
-    """Text in which stop strings count; certain text only, or all of it."""
-    tokenizer = ByteTokenizer()
-    stream = tokenizer.stream(own.skip_special_tokens)
-    parts = [stream.push(token) for token in out] + [stream.finish() if whole else ""]
-    return "".join(parts[max(0, own.min_tokens - 1) :])
+def _text(own: SamplingParams, out: list[int], whole: bool = True) -> str:
+    """All of the text, or what is certain of it while more may come."""
+    stream = ByteTokenizer().stream(own.skip_special_tokens)
+    text = "".join(stream.push(token) for token in out)
+    return text + stream.finish() if whole else text
 
 
-def _first_stop(own: SamplingParams, text: str) -> str | None:
-    found = [stop for stop in own.stop if stop in text]
-    return min(found, key=text.index, default=None)
+def _first_stop(own: SamplingParams, out: list[int], whole: bool = True) -> tuple[int, str] | None:
+    """By trying every place: where the first stop string stands that ends after the text of the
+    first min_tokens tokens; there is none before another token has come (vLLM's rule)."""
+    if len(out) <= own.min_tokens:
+        return None
+    text, border = _text(own, out, whole), len(_text(own, out[: own.min_tokens], whole=False))
+    places = [
+        (start, stop)
+        for start in range(len(text))
+        for stop in own.stop
+        if text[start:].startswith(stop) and start + len(stop) > border
+    ]
+    return min(places, default=None)
 
 
 def assert_same(own: CompletionOutput, expected: Expected) -> None:

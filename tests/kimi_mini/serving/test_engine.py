@@ -258,9 +258,13 @@ def test_br27_an_end_token_first_gives_an_empty_text_and_ignored_ones_go_on():
         ([[]], "prompt is empty"),
         ([[5], [5, 320]], "token id 320 is not in this model's vocabulary, 0..319"),
         ([[-1]], "token id -1"),
-        ([[1.5, 2]], "prompt ids must be integers"),
-        ([5, "a"], "prompt ids must be integers"),
-        (["a", 5], "prompt ids must be integers"),
+        ([[1.5, 2]], "prompt token ids must be integers"),
+        ([5, "a"], "prompt token ids must be integers"),
+        (["a", 5], "prompt token ids must be integers"),
+        (np.array([[5, 6], [7, 8]]), r"prompt token ids .* 1 axis, got shape \[2, 2\]$"),
+        (torch.tensor([[5, 6], [7, 8]]), r"prompt token ids .* 1 axis, got shape \[2, 2\]$"),
+        ([np.array([[5], [6]])], r"prompt token ids .* 1 axis, got shape \[2, 1\]$"),
+        (torch.tensor(5), r"prompt token ids .* 1 axis, got shape \[\]$"),
         ([[5] * 300], "300 tokens; this model's context is 256"),
         ([[5], [5] * 60], "request-1 can never run: .* 60 and up to 10 .* 69 tokens need 5 pages"),
     ],
@@ -310,6 +314,48 @@ def test_an_engine_that_could_not_work_is_refused(options, message):
         Engine(small_model(), **options)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.0, float("nan"), True, "8", [8]], ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    ["max_batch_tokens", "prefill_chunk", "page", "state_slots", "kv_pages", "cache_bytes"],
+)
+def test_sizes_are_integers_of_at_least_one(name, value):
+    with pytest.raises(ValueError) as caught:
+        Engine(small_model(), **{name: value})
+    assert str(caught.value).startswith(f"{name} must be ") and repr(value) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_may_be_integers_of_any_kind():
+    engine = Engine(small_model(), page=np.int64(4), kv_pages=np.int32(9), prefill_chunk=np.int8(3))
+    assert type(engine.scheduler.max_chunk) is int and engine.memory.sizes.page == 4
+    tokens(engine, [[5] * 8])
+
+
+def test_an_option_that_no_engine_has_is_refused_in_its_name():
+    with pytest.raises(TypeError, match=r"Engine.__init__\(\) got an unexpected .* 'pages'"):
+        Engine(small_model(), pages=3)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"max_tokens": 1}, "params must be SamplingParams or a list of them, got dict"),
+        ([{"max_tokens": 1}], r"params must be SamplingParams, got \{'max_tokens': 1\}"),
+        (5, "params must be SamplingParams or a list of them, got int"),
+    ],
+)
+def test_what_are_no_params_is_refused_in_one_line(params, message):
+    engine = oracle_engine()
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        engine.generate("a", params)
+    with pytest.raises(TypeError, match="control must be CacheControl or None, got 'no'"):
+        engine.generate("a", control="no")
+    with pytest.raises(TypeError, match="params must be SamplingParams, got"):
+        engine.add_request("a", {"max_tokens": 1})
+    assert not engine.has_unfinished
+
+
 def test_params_are_one_for_all_or_one_each():
     engine = oracle_engine()
     lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3)]
@@ -327,6 +373,27 @@ def test_one_prompt_needs_no_list_and_ids_may_be_of_any_integer_kind():
     assert all(len(output) == 1 for output in outputs)
     assert {output[0].prompt_token_ids for output in outputs} == {(5, 6)}
     assert len({output[0].outputs[0].token_ids for output in outputs}) == 1
+
+
+def test_of_several_samples_the_first_scores_the_prompt_and_the_others_may_read_it():
+    params = seeded(n=3, prompt_logprobs=0, max_tokens=4, ignore_eos=True)
+    prompt = list(range(3, 35))
+    for cache, cached in (("none", 0), ("radix", 16)):
+        engine = small_engine(
+            page=8, state_slots=8, kv_pages=40, prefill_chunk=16, max_batch_tokens=16,
+            prefix_cache=cache, audit=True,
+        )  # fmt: skip
+        (request,) = engine.prepare([prompt], params)
+        scoring = [len(s.logits_wanted(0, 9)) for s in request.sequences]
+        assert scoring == [9, 0, 0]
+        list(engine.run([request]))
+        output = request.output()
+        assert len(output.prompt_logprobs) == len(prompt) and None not in output.prompt_logprobs[1:]
+        assert output.outputs[0].cached_tokens == 0
+        assert min(own.cached_tokens for own in output.outputs[1:]) >= cached
+        oracle = stateless(small_model())
+        for own in output.outputs:
+            assert_same(own, alone(oracle, small_model(), prompt, params, own.index))
 
 
 # --- requests that come and go --------------------------------------------------------------------
@@ -368,6 +435,23 @@ def test_a_request_runs_once():
     list(engine.run(prepared))
     with pytest.raises(ValueError, match="has run: a request runs once"):
         list(engine.run(prepared))
+    assert_all_free(engine)
+
+
+def test_a_second_run_of_what_is_running_is_refused_and_leaves_the_first_alone():
+    engine = oracle_engine()
+    prepared = engine.prepare([[6], [7]], GREEDY)
+    first = engine.run(prepared)
+    got = [next(first)]
+    (more,) = engine.prepare([[8]], GREEDY)
+    with pytest.raises(ValueError, match="request-0' is in use"):
+        list(engine.run([more, *prepared]))
+    assert more.sequences[0].finish_reason == "abort", "what the second has queued goes with it"
+    got += list(first)
+    for prompt, request in zip(([6], [7]), prepared, strict=True):
+        assert_same(request.output().outputs[0], alone(prefix_hash, engine.opened, prompt, GREEDY))
+        mine = [delta for delta in got if delta.request_id == request.request_id]
+        assert sum((d.token_ids for d in mine), ()) == request.output().outputs[0].token_ids
     assert_all_free(engine)
 
 

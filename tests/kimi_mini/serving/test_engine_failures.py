@@ -362,12 +362,33 @@ def test_a_request_without_usable_logits_ends_with_an_error_that_no_other_feels(
     assert_all_free(engine)
 
 
-def test_generate_and_stream_say_what_was_wrong(damaged):
+def test_one_bad_row_costs_nobody_else_its_result(damaged):
+    """All outputs come back; the bad one has its error instead of tokens."""
     engine = tight_engine(damaged)
-    for call in (engine.generate, lambda *a: list(engine.stream(*a))):
-        with pytest.raises(ValueError, match="request-[13]: the logits are not finite"):
-            call([[5], [300]], PARAMS[:1] * 2)
-        assert_all_free(engine)
+    prompts = [[5], [300], [6] * 9]
+    params = [PARAMS[0]] * 3
+    outputs = engine.generate(prompts, params)
+    assert_all_free(engine)
+    deltas = list(engine.stream(prompts, params))
+    assert_all_free(engine)
+    for place, output in enumerate(outputs):
+        (own,) = output.outputs
+        mine = [d for d in deltas if d.request_id == f"request-{3 + place}"]
+        assert sum((d.token_ids for d in mine), ()) == own.token_ids
+        assert [d.error for d in mine if d.finish_reason] == [own.error]
+        if place == 1:
+            assert (own.finish_reason, own.token_ids) == ("error", ())
+            assert "the logits are not finite" in own.error
+        else:
+            expected = alone(stateless(damaged), damaged, prompts[place], PARAMS[0])
+            assert_same(own, expected)
+
+
+def test_a_refusal_at_the_door_still_comes_before_anything_runs(damaged):
+    engine = tight_engine(damaged)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.generate([[5], []], PARAMS[:1] * 2)
+    assert engine.totals.steps == 0 and not engine.has_unfinished
 
 
 def test_an_error_publishes_nothing(damaged):

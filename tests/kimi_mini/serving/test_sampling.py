@@ -368,14 +368,27 @@ def test_logprobs_are_of_the_logits_before_masks_penalties_and_temperature():
         assert logprobs[i] == (pytest.approx(float(exact[i])), i + 1)
 
 
+def test_what_penalties_remember_is_not_made_before_the_first_token():
+    """A thousand samples that wait would hold a vocabulary each."""
+    asked = dict(temperature=0, repetition_penalty=2.0, frequency_penalty=1.0)
+    own = sampler(4, [1], **asked)
+
+    def held():
+        return [value for value in vars(own).values() if isinstance(value, torch.Tensor)]
+
+    assert held() == []
+    assert own.sample(torch.tensor([0.9, 1.0, 0.0, 0.0])).token == 0
+    assert len(held()) == 2
+
+
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="params.n must be 1, got 2"):
         sampler(4, n=2)
     with pytest.raises(ValueError, match="sample_below must be None or at least 1, got 0"):
         sampler(4, sample_below=0)
-    with pytest.raises(ValueError, match="stop_token_ids must be in the vocabulary, 0..3, got 4"):
+    with pytest.raises(ValueError, match="stop token id 4 is not in this model's vocabulary, 0..3"):
         sampler(4, stop_token_ids=[4])
-    with pytest.raises(ValueError, match="prompt_ids must be in the vocabulary, 0..3, got -1"):
+    with pytest.raises(ValueError, match="prompt token id -1 is not in this model's vocab.*, 0..3"):
         sampler(4, [-1], repetition_penalty=2.0)
     for shape in [(3,), (1, 4), (5,)]:
         with pytest.raises(ValueError, match=r"logits must be \[4\], got"):

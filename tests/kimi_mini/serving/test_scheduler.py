@@ -11,6 +11,9 @@ from cache.null_executor import NullExecutor
 from cache.plain import PlainCache
 from cache.pools.storage import Sizes, one_of_each
 from kimi_mini import SamplingParams
+from kimi_mini.serving import engine as engine_module
+from kimi_mini.serving import request as request_module
+from kimi_mini.serving import scheduler as scheduler_module
 from kimi_mini.serving.engine import PATIENCE
 from kimi_mini.serving.sampling import Sampled
 from kimi_mini.serving.scheduler import Scheduler
@@ -22,6 +25,7 @@ from tests.kimi_mini.serving.alone import (
     oracle_engine,
     prefix_hash,
 )
+from tests.kimi_mini.serving.interrupts import Interrupt
 
 
 class Says65:
@@ -317,6 +321,73 @@ def test_the_oldest_row_gets_on_in_every_step_and_all_end(seed):
     assert stats.leases == 0 and all(pool.free == pool.size for pool in stats.pools)
 
 
+class Compared(Sequence):
+    """Counts how often it is compared with another: what a search through a list does."""
+
+    compared = 0
+    __hash__ = Sequence.__hash__
+
+    def __eq__(self, other):
+        Compared.compared += 1
+        return self is other
+
+
+def test_the_work_of_a_step_grows_with_its_rows_and_not_with_their_square():
+    """Rows that enter, rows that decode, rows that give way, rows that leave."""
+
+    def work(rows):
+        loop = Loop(slots=rows, pages=4 * rows, budget=4 * rows)
+        for i in range(rows):
+            params = SamplingParams(max_tokens=4)
+            loop.scheduler.add(Compared(f"{i}", 0, [5, 6], params, Says65(), room=4))
+        lines, compared = [], []
+        for _ in range(5):
+            Compared.compared, counter = 0, Interrupt(-1, [scheduler_module])
+            with counter.watching():
+                loop.step()
+            lines.append(counter.lines)
+            compared.append(Compared.compared)
+        assert not loop.running
+        return lines, compared
+
+    def tight(rows):
+        """Half of the rows give way to the others in the step that opens a page."""
+        loop = Loop(slots=rows, pages=2 * rows, budget=4 * rows)
+        for i in range(rows):
+            params = SamplingParams(max_tokens=4)
+            loop.scheduler.add(Compared(f"{i}", 0, [5, 6], params, Says65(), room=4))
+        loop.step()
+        Compared.compared, counter = 0, Interrupt(-1, [scheduler_module])
+        with counter.watching():
+            loop.step()
+        assert loop.scheduler.waiting
+        return [counter.lines], [Compared.compared]
+
+    for measure in (work, tight):
+        few, many = measure(16), measure(128)
+        for one, other in zip(few[0], many[0], strict=True):
+            assert other <= 9 * one + 50, (few, many)
+        for one, other in zip(few[1], many[1], strict=True):
+            assert other <= 9 * one + 50, (few, many)
+
+
+def test_the_engine_looks_at_no_request_that_brings_nothing():
+    """One row runs, and others wait, few or many."""
+
+    def lines(waiting):
+        engine = oracle_engine(state_slots=1)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        stream = engine.stream([[5]] * (1 + waiting), params)
+        for _ in range(3):
+            next(stream)
+        counter = Interrupt(-1, [engine_module, scheduler_module, request_module])
+        with counter.watching():
+            next(stream)
+        return counter.lines
+
+    assert lines(5) == lines(200)
+
+
 def test_after_a_retreat_all_wait_in_the_order_in_which_they_would_have_run():
     loop = Loop(slots=3, pages=40, chunk=4)
     sequences = [loop.add(name, 5, 9) for name in "abcde"]
@@ -324,7 +395,7 @@ def test_after_a_retreat_all_wait_in_the_order_in_which_they_would_have_run():
     loop.cache.begin_step()
     loop.scheduler.schedule()
     loop.scheduler.retreat()
-    loop.cache.end_step()
+    loop.cache.abandon()
     loop.cache.audit()
     assert (loop.running, loop.waiting) == ("", "abcde")
     assert [s.timings.preemptions for s in sequences] == [1, 1, 1, 0, 0]

@@ -234,13 +234,42 @@ def test_an_id_that_is_both_counts_as_an_end_token():
 
 
 def test_before_min_tokens_nothing_ends_it():
-    """The sampler masks end tokens; a stop string that stands there is not one."""
+    """The sampler masks end tokens; a stop string that ends there is not one."""
     sequence = make(min_tokens=4, stop=["b"])
-    deltas = say_text(sequence, "abcb")
-    assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
-    assert sequence.output().text == "abc"
+    deltas = say_text(sequence, "abcbcb")
+    assert [delta.finish_reason for delta in deltas] == [None] * 5 + ["stop"]
+    assert sequence.output().text == "abcbc"
     masked = make(min_tokens=2)
     assert [say(masked, 2).token_ids[0] == 2 for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "text, min_tokens, tokens, told, shown",
+    [
+        ("xabcd", 3, 4, ["x", "", "", ""], "x"),  # begins in the second token, ends in the fourth
+        ("xabcd", 4, 5, ["x", "", "", "abc", "d"], "xabcd"),  # ends with the last that may not
+        ("xabxabc", 3, 7, ["x", "", "", "abx", "", "", ""], "xabx"),
+        ("abcabc", 3, 6, ["", "", "abc", "", "", ""], "abc"),
+    ],
+)
+def test_a_stop_string_counts_that_begins_among_min_tokens_and_ends_after_them(
+    text, min_tokens, tokens, told, shown
+):
+    sequence = make(min_tokens=min_tokens, stop=["abc"], max_tokens=len(text))
+    deltas = say_text(sequence, text)
+    assert [delta.text for delta in deltas] == told and len(deltas) == tokens
+    assert sequence.output().text == shown
+    assert sequence.stop_reason == (None if shown == text else "abc")
+
+
+def test_what_begins_as_a_stop_string_among_min_tokens_is_told_if_all_of_it_is_there():
+    """No stop string ends within so many tokens, not even at the very end."""
+    sequence = make(min_tokens=3, stop=["abc", "a\ufffd"], max_tokens=3)
+    assert text_of(say_text(sequence, "abc")) == "abc"
+    assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
+    sequence = make(min_tokens=2, stop=["a\ufffd"], max_tokens=2)
+    assert text_of(say_text(sequence, b"a\xe4")) == "a\ufffd"
+    assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])

@@ -63,6 +63,33 @@ def test_exactly_what_may_become_a_stop_string_is_held_back(stops, parts):
         assert shown == seen[: len(seen) - held_back(seen, stops)]
 
 
+@settings(deadline=None, max_examples=300)
+@given(STOPS, PARTS, PARTS, st.booleans())
+@example(("ab",), ["aba"], ["b"], False)
+@example(("ab", "abb"), ["ab"], ["b"], False)
+@example(("a", "aa"), ["aa"], ["a"], False)
+def test_a_stop_string_counts_if_it_ends_in_the_watched_part(stops, before, after, include):
+    border = len("".join(before))
+    text = "".join(before + after)
+    places = [
+        (start, len(stop), stop)
+        for stop in stops
+        for start in range(len(text))
+        if text[start : start + len(stop)] == stop and start + len(stop) > border
+    ]
+    watch, shown = StopStrings(stops, include), ""
+    for part in before:
+        shown += watch.push(part, watched=False)
+        begun = held_back("".join(before)[: len(shown) + len(watch._held)], stops)
+        assert len(watch._held) == begun and watch.matched is None
+    shown += "".join(run(watch, after))
+    if not places:
+        assert (shown, watch.matched) == (text, None)
+    else:
+        start, _, stop = min(places)
+        assert (shown, watch.matched) == (text[:start] + (stop if include else ""), stop)
+
+
 def test_a_stop_string_may_span_any_number_of_tokens():
     """BR-53."""
     watch = StopStrings(("</end>",))
