@@ -32,7 +32,7 @@ def state_sizes(config: KimiConfig, dtype: torch.dtype, page: int) -> Sizes:
 class Checkpoint(NamedTuple):
     """Bytes of one boundary's state: as it runs, and as it could be kept."""
 
-    recurrent: int  # float32
+    recurrent: int  # float32, float64 for a float64 model
     conv: int
     half: int  # recurrent in bfloat16, with conv
     int8: int  # recurrent in int8 with a float32 scale a key channel, with conv
@@ -45,11 +45,11 @@ class Checkpoint(NamedTuple):
 
 def checkpoint_bytes(config: KimiConfig, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
     """For activations (and so conv rows) of `dtype`."""
-    (state, _), (window, _), _ = state_form(config, 1, 1, 1, dtype)
+    (state, running), (window, _), _ = state_form(config, 1, 1, 1, dtype)
     numbers, conv = math.prod(state), math.prod(window) * dtype.itemsize
     scales = numbers // state[-2] if state[-2] else 0  # one for each key channel of a head
     return Checkpoint(
-        4 * numbers,
+        running.itemsize * numbers,
         conv,
         2 * numbers + conv,
         numbers + 4 * scales + conv,

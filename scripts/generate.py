@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     prompts = [given.read() for given in args.prompts or ()]
     options.sampling_params(args)  # mistakes first: a model takes its time
+    options.cache_control(args)
     engine = options.open_engine(args)
     if args.json:
         outputs = []

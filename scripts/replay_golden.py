@@ -54,7 +54,7 @@ def scenarios(paths: Sequence[Path]) -> Iterator[tuple[Path, dict]]:
 
 
 def judge(file: Path, scenario: dict, level: Level) -> Verdict:
-    engine = scenario["engine"].split()[0]
+    engine = str(scenario["engine"]).partition(" ")[0]
     if engine not in ENGINES:
         raise UserError(f"{file} is of engine {engine!r}; there are {', '.join(ENGINES)}")
     return ENGINES[engine](scenario, level)

@@ -65,7 +65,8 @@ def figures(name: str, args: argparse.Namespace) -> dict:
         holding=price * kept.full,
         replay=args.hits_per_hour * model.flops,
     )
-    forms = {"float32": kept.full, "bfloat16": kept.half, "int8": kept.int8}
+    running = "float64" if args.dtype == "float64" else "float32"
+    forms = {running: kept.full, "bfloat16": kept.half, "int8": kept.int8}
     return {
         "model": name,
         "row_bytes": model.row_bytes,

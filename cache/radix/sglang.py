@@ -19,7 +19,7 @@ INTERVAL = 256  # the engine's default spacing of snapshots in decode
 
 class SGLangCache(RadixCache):
     """two_tracks: False for the engine without overlap scheduling. Other arguments, errors: as
-    `RadixCache`."""
+    `RadixCache`; ValueError, too, for a grid that the backend cannot export."""
 
     _publishes_again = True
 
@@ -34,6 +34,12 @@ class SGLangCache(RadixCache):
         self._two_tracks = two_tracks
         super().__init__(storage, interval=INTERVAL if interval is None else interval, **arguments)
         self.decode_grid = self.grids.track
+        if self.tracks_pieces and self.grids.chunk % self.export_alignment:
+            raise ValueError(
+                f"state_chunk {self.grids.state_chunk} with pages of {self.page} puts checkpoints "
+                f"on multiples of {self.grids.chunk} tokens, which the backend cannot export "
+                f"(export_alignment {self.export_alignment})"
+            )
 
     @property
     def _junction_unit(self) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
+from cache.pools.allocator import OwnershipError
+
 
 class Level(IntEnum):
     """How strictly to compare; each includes those before it."""
@@ -97,14 +99,16 @@ def compare(
     reason: str = "",
 ) -> Verdict:
     """Drive all events through `observe` and compare those before `cut`. From the cut on events are
-    driven for our own invariants only, which `observe` checks; it may also raise `Incomparable`,
-    and no event after that is driven."""
+    driven for our own invariants only, which `observe` checks; what it raises ends the scenario.
+    """
     names = (scenario["name"], scenario["engine"], level.name.lower())
     for i, (event, want) in enumerate(zip(scenario["events"], scenario["observed"], strict=True)):
         try:
             got = observe(event)
         except Incomparable as beyond:
             return Verdict(*names, Status.BY_DESIGN, i, str(beyond))
+        except (AssertionError, OwnershipError) as fault:
+            return Verdict(*names, Status.DIFFERS, i, "our own invariants", "all hold", str(fault))
         if cut is not None and i >= cut:
             continue
         found = first_difference(want, got, level, levels)

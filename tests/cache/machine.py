@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from cache.leases import CacheRequest, Lease, StepPlan, Wait
 from cache.pools.storage import Storage
+from cache.radix.manager import RadixCache
 from cache.state_cache import StateCache
 from tests.cache.driving import Driver
 from tests.cache.memory import Shape
@@ -60,6 +61,7 @@ class ContractMachine(RuleBasedStateMachine):
     happened: Counter[str]
     shapes: st.SearchStrategy[Shape]
     wish: st.SearchStrategy
+    serves: bool
 
     @initialize(data=st.data())
     def make(self, data: st.DataObject) -> None:
@@ -103,8 +105,14 @@ class ContractMachine(RuleBasedStateMachine):
             self.driver.plan(self.driver.can_plan.index(lease), want)
         return lease
 
-    @precondition(lambda self: not self.driver.in_step and len(self.driver.tokens) < 6)
-    @rule(data=st.data(), want=st.integers(2, 40), how=st.sampled_from(["finish", "abort"]))
+    @precondition(
+        lambda self: self.serves and not self.driver.in_step and len(self.driver.tokens) < 6
+    )
+    @rule(
+        data=st.data(),
+        want=st.sampled_from([3, 5, 9, 40]),
+        how=st.sampled_from(["finish", "finish", "abort"]),
+    )
     def serve(self, data: st.DataObject, want: int, how: str) -> None:
         """A request from its beginning to its end, if it has nothing to wait for."""
         driver = self.driver
@@ -186,23 +194,27 @@ class ContractMachine(RuleBasedStateMachine):
         driver = getattr(self, "driver", None)
         if driver is not None and driver.sound:
             driver.drain()
-            type(self).happened.update(driver.counts + driver.waits)
+            happened = type(self).happened
+            happened.update(driver.counts + driver.waits)
+            if isinstance(driver.cache, RadixCache):
+                tokens, states, _ = driver.cache.reuse_stats().evictions
+                happened.update({"evicted tokens": tokens, "evicted states": states})
 
 
 def machine_of(
     make: Callable[[Storage], StateCache],
     of: st.SearchStrategy[Shape] | None = None,
-    wish: st.SearchStrategy | None = None,
+    hopeful: bool = False,
 ) -> type[ContractMachine]:
-    """The machine for caches made by `make` over pools of such shapes, `tiny` ones for None, and
-    for such requests, any `wishes` for None."""
-
-    requests = wishes() if wish is None else wish
+    """The machine for caches made by `make` over pools of such shapes, `tiny` ones for None.
+    hopeful: for caches with reuse; requests are served from beginning to end, too, and most may
+    hit."""
 
     class Machine(ContractMachine):
         make_cache = staticmethod(make)
         shapes = tiny() if of is None else of
-        wish = requests
+        wish = wishes(hopeful)
+        serves = hopeful
         happened: Counter[str] = Counter()  # noqa: RUF012 (one for all runs of this class)
 
     return Machine

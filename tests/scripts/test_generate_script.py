@@ -9,10 +9,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kimi_mini import KimiForCausalLM, preset
+from kimi_mini.serving import options
 from kimi_mini.serving.executor import ModelExecutor
 from tests.kimi_mini.golden_cases import FOLDER, goldens
 from tests.scripts.running import FOLDER as FOLDER_OF_SCRIPTS
 from tests.scripts.running import as_a_command, in_this_process, load
+
+RADIX = ("--model", "nano", "--prefix-cache", "radix")
 
 
 @pytest.fixture
@@ -144,6 +147,26 @@ def test_a_seed_gives_the_same_text_again(generate):
             "strategy must be one of no_buffer, extra_buffer, extra_buffer_lazy; got 'lazy'",
         ),
         (("--prefix-cache", "radix", "--compat", "vllm"), "must be sglang; got 'vllm'"),
+        (
+            ("--prefix-cache", "radix", "--state-chunk", "0"),
+            "state_chunk must be at least 1, got 0",
+        ),
+        (("--prefix-cache", "radix", "--mamba-track-interval", "-1"), "track_interval must be at"),
+        (
+            ("--prefix-cache", "radix", "--mamba-radix-cache-strategy", "no_buffer"),
+            "needs pages of one token, got 16",
+        ),
+        (
+            (*RADIX, "--compat", "sglang", "--page", "4", "--state-chunk", "20"),
+            "multiples of 20 tokens, which the backend cannot export",
+        ),
+        ((*RADIX, "--checkpoint-at", "0"), "checkpoint_at must be 1 or more tokens, got 0"),
+        (("--repeat", "0"), "--repeat must be at least 1, got 0"),
+        (("--turns", "chat.txt", "--repeat", "2"), "--turns is one conversation"),
+        (("--turns", "chat.txt", "--n", "2"), "--turns is one conversation"),
+        (("--turns", "chat.txt", "--prompt", "a", "--prompt", "b"), "--turns is one conversation"),
+        ((*RADIX, "--turns", "nowhere.txt"), "nowhere.txt"),
+        ((*RADIX, "--turns", "."), "directory"),
         (("--prefix-cache", "blocks"), "prefix_cache 'blocks' is not there yet; use none, radix"),
         (("--prefix-cache", "tree"), "invalid choice"),
         (("--stop", ""), "stop must be"),
@@ -280,3 +303,130 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(tmp_path):
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 141
     assert "Traceback" not in done.stderr
+
+
+# --- with a prefix cache --------------------------------------------------------------------------
+
+EXACTLY = ("--model", "nano", "--dtype", "float64", "--threads", "1", "--json", "--ignore-eos")
+LONG = "A state is what is left of all that was read, and it cannot be cut. " * 3  # 205 tokens
+
+
+def requests_of(generate, *args):
+    done = generate(*EXACTLY, *args)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["requests"]
+
+
+def test_a_repeated_prompt_is_read_from_the_cache_and_gives_the_same_text(generate):
+    args = ("--prompt", LONG, "--max-tokens", "12", "--repeat", "3", "--logprobs", "1")
+    cold = requests_of(generate, *args)
+    hit = requests_of(generate, *args, "--prefix-cache", "radix")
+    assert [r["request_id"] for r in hit] == ["request-0", "request-1", "request-2"]
+    for one, other in zip(hit, cold, strict=True):
+        assert (one["text"], one["output_ids"]) == (other["text"], other["output_ids"])
+        for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
+            assert [e["token_id"] for e in mine] == [e["token_id"] for e in theirs]
+            for a, b in zip(mine, theirs, strict=True):
+                assert abs(a["logprob"] - b["logprob"]) < 1e-9
+    assert [r["cache"]["cached_tokens"] for r in cold] == [0] * 3
+    assert {r["cache"]["not_more_because"] for r in cold} == {"no reuse"}
+    first, second, third = (r["cache"] for r in hit)
+    assert first == {
+        "cached_tokens": 0, "token_hit": 0, "replayed_tokens": 0, "junction": None,
+        "not_more_because": "unknown prefix",
+    }  # fmt: skip
+    assert second == third
+    assert (second["cached_tokens"], second["not_more_because"]) == (192, "grid")
+    assert [r["timings"]["prefill_tokens"] for r in hit] == [205, 13, 13]
+    assert [r["timings"]["prefill_tokens"] for r in cold] == [205] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mamba-radix-cache-strategy", "no_buffer", "--page", "1"),
+        ("--mamba-radix-cache-strategy", "extra_buffer_lazy", "--mamba-track-interval", "32"),
+        ("--compat", "sglang", "--mamba-track-interval", "64", "--prefill-chunk", "100"),
+        ("--state-chunk", "16", "--mamba-max-states-per-path", "2", "--prefill-chunk", "40"),
+    ],
+    ids=lambda options: options[1],
+)
+def test_turns_are_read_from_the_cache_by_any_rules_and_say_the_same(generate, options, tmp_path):
+    (tmp_path / "chat.txt").write_text("What is cut?\nAnd what is left of it?\nThen go on.\n")
+    args = ("--prompt", LONG, "--turns", str(tmp_path / "chat.txt"), "--max-tokens", "20")
+    cold = requests_of(generate, *args)
+    hit = requests_of(generate, *args, "--prefix-cache", "radix", *options)
+    assert [r["output_ids"] for r in hit] == [r["output_ids"] for r in cold]
+    said = []
+    for turn, request in enumerate(hit):
+        ids = request["prompt_ids"]
+        assert ids[: len(said)] == said and request["prompt"] is None
+        assert (request["cache"]["cached_tokens"] >= 128) == (turn > 0)
+        assert request["cache"]["cached_tokens"] < len(ids)
+        said = [*ids, *request["output_ids"]]
+    text = bytes(i - 3 for i in hit[0]["prompt_ids"][1:]).decode()
+    assert text == LONG + "What is cut?"
+
+
+def test_turns_may_be_all_there_is_or_follow_ids(generate, tmp_path):
+    (tmp_path / "chat.txt").write_bytes(b"one\ntwo\xff")
+    turns = ("--turns", str(tmp_path / "chat.txt"), "--max-tokens", "3", "--prefix-cache", "radix")
+    first, second = requests_of(generate, *turns)
+    assert first["prompt_ids"] == [1, *(b + 3 for b in b"one")]
+    assert second["prompt_ids"] == [
+        *first["prompt_ids"], *first["output_ids"], *(b + 3 for b in b"two\xff")
+    ]  # fmt: skip
+    first, _ = requests_of(generate, *turns, "--prompt-ids", "9,8,7")
+    assert first["prompt_ids"] == [9, 8, 7, *(b + 3 for b in b"one")]
+
+
+def test_controls_reach_the_cache(generate):
+    args = ("--prompt", LONG, "--max-tokens", "1", "--repeat", "2", "--prefix-cache", "radix")
+    unread = requests_of(generate, *args, "--skip-read")
+    assert [r["cache"]["cached_tokens"] for r in unread] == [0, 0]
+    assert unread[1]["cache"]["not_more_because"] == "no reuse"
+    salted = requests_of(generate, *args, "--cache-salt", "a")
+    assert [r["cache"]["cached_tokens"] for r in salted] == [0, 192]
+    both = ("--prompt", LONG[:100], "--prompt", LONG[:60] + "else", "--max-batch-tokens", "101")
+    named = requests_of(
+        generate, *both, "--prefix-cache", "radix", "--checkpoint-at", "60", "--max-tokens", "1"
+    )
+    assert [r["cache"]["cached_tokens"] for r in named] == [0, 48]
+
+
+def test_a_person_is_told_what_was_cached_and_why_not_more(generate):
+    done = generate(*RADIX, "--prompt", LONG, "--max-tokens", "3", "--repeat", "2")
+    lines = [line for line in done.stdout.splitlines() if "prompt tokens cached" in line]
+    assert lines[0].startswith("[0 prompt tokens cached; not more: unknown prefix, first token ")
+    assert lines[1].startswith("[192 prompt tokens cached; not more: grid, first token after ")
+    assert all(line.endswith(" ms]") for line in lines)
+    assert done.stdout.splitlines()[-1].startswith("prefill 218 tokens, ")
+
+
+def test_without_a_cache_nothing_is_said_of_one(generate):
+    done = generate("--model", "nano", "--prompt", "a", "--max-tokens", "3", "--repeat", "2")
+    assert "cached" not in done.stdout
+
+
+def test_options_reach_the_engine_under_the_engines_own_names(generate):
+    args = load("generate.py").parse(
+        [
+            *RADIX, "--mamba-radix-cache-strategy", "extra_buffer_lazy", "--state-chunk", "32",
+            "--mamba-track-interval", "96", "--mamba-max-states-per-path", "5", "--compat",
+            "sglang", "--page", "32",
+        ]
+    )  # fmt: skip
+    cache = options.open_engine(args).cache
+    assert type(cache).__name__ == "SGLangCache"
+    assert (cache.strategy, cache.page, cache.tree.path_cap) == ("extra_buffer_lazy", 32, 5)
+    assert (cache.grids.checkpoint, cache.decode_grid) == (32, 96)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_grid_that_no_piece_reaches_is_one_line_of_warning(generate):
+    done = generate(
+        *RADIX, "--compat", "sglang", "--prefill-chunk", "63", "--prompt", "a", "--max-tokens", "2"
+    )
+    assert done.returncode == 0
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert "no piece of prefill is as long as the checkpoint grid (64 tokens" in line

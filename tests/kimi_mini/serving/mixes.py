@@ -138,8 +138,10 @@ def assert_as_alone(
     engine: Engine,
     requests: Sequence[tuple[Request, Arrival]],
     oracle_of: Callable[[Sequence[int]], Oracle],
+    assert_idle: Callable[[Engine], None] = assert_all_free,
 ) -> None:
-    """oracle_of: a sequence that is probably meant → its oracle."""
+    """oracle_of: a sequence that is probably meant → its oracle. assert_idle: what must hold of the
+    engine at the end."""
     for request, arrival in requests:
         output = request.output()
         for own in output.outputs:
@@ -157,4 +159,4 @@ def assert_as_alone(
             expected = scored_prompt(oracle_of(arrival.prompt), arrival.prompt, count)
             for one, other in zip(output.prompt_logprobs, expected, strict=True):
                 assert_logprobs(one, other)
-    assert_all_free(engine)
+    assert_idle(engine)

@@ -1,0 +1,143 @@
+"""Which cache an engine gets, and which options are refused."""
+
+import warnings
+
+import pytest
+
+from cache.plain import PlainCache
+from cache.radix.manager import RadixCache
+from cache.radix.sglang import SGLangCache
+from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
+from tests.cache.memory import Shape, make_storage
+from tests.kimi_mini.serving.alone import oracle_engine
+
+
+def built(name, page=16, alignment=16, largest_piece=512, **options):
+    storage = make_storage(Shape(((20, page),), (8,)))
+    return build_cache(name, CacheOptions(**options), storage, alignment, largest_piece)
+
+
+def test_none_has_no_reuse_and_is_the_default():
+    assert type(built("none")) is PlainCache
+    engine = oracle_engine()
+    assert type(engine.cache) is PlainCache and not engine.reuses
+
+
+def test_radix_has_the_products_rules():
+    """Decision 22: extra buffer, grid 64, decode as dense as pages and kernel allow, no cap."""
+    cache = built("radix")
+    assert type(cache) is RadixCache
+    assert (cache.strategy, cache.page, cache.unit) == ("extra_buffer", 16, 16)
+    assert (cache.grids.state_chunk, cache.grids.checkpoint, cache.decode_grid) == (64, 64, 16)
+    assert cache.tree.path_cap is None
+
+
+def test_compat_has_the_engines_rules():
+    cache = built("radix", compat="sglang")
+    assert type(cache) is SGLangCache
+    assert (cache.strategy, cache.grids.checkpoint, cache.decode_grid) == ("extra_buffer", 64, 256)
+
+
+@pytest.mark.parametrize("compat", [None, "sglang"])
+def test_options_reach_the_cache(compat):
+    options = dict(
+        strategy="extra_buffer_lazy", state_chunk=32, track_interval=96, max_states_per_path=3
+    )
+    cache = built("radix", compat=compat, **options)
+    assert cache.strategy == "extra_buffer_lazy"
+    assert (cache.grids.checkpoint, cache.decode_grid, cache.tree.path_cap) == (32, 96, 3)
+    assert built("radix", compat=compat, max_states_per_path=-1).tree.path_cap is None
+
+
+def test_the_alignment_of_the_backend_reaches_the_cache():
+    cache = built("radix", page=48, alignment=64)
+    assert (cache.export_alignment, cache.unit, cache.decode_grid) == (64, 192, 192)
+
+
+def test_the_engine_builds_it_over_its_own_memory():
+    options = CacheOptions(strategy="no_buffer", state_chunk=48)
+    engine = oracle_engine(prefix_cache="radix", cache_options=options, page=1, state_slots=3)
+    assert engine.reuses and engine.prefix_cache == "radix"
+    assert engine.cache.storage is engine.memory.storage
+    assert engine.cache.export_alignment == engine.model.dispatcher.export_alignment == 16
+    assert (engine.cache.strategy, engine.cache.grids.checkpoint) == ("no_buffer", 48)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(strategy="fast"), "strategy must be one of no_buffer, extra_buffer, extra_buffer_la"),
+        (dict(strategy=""), "strategy must be one of"),
+        (dict(state_chunk=0), "state_chunk must be at least 1, got 0"),
+        (dict(state_chunk=2.5), "state_chunk must be an integer of at least 1, got 2.5"),
+        (dict(track_interval=-1), "track_interval must be at least 1, got -1"),
+        (dict(track_interval=True), "track_interval must be an integer"),
+        (dict(max_states_per_path=0), "max_states_per_path must be -1 .no cap. or at least 1, g"),
+        (dict(max_states_per_path=-2), "max_states_per_path must be -1 .no cap. or at least 1, g"),
+        (dict(max_states_per_path=1.5), "max_states_per_path must be -1 .no cap. or at least 1"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        CacheOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("tree", {}, "prefix_cache must be one of none, radix, blocks; got 'tree'"),
+        ("", {}, "prefix_cache must be one of"),
+        ("blocks", {}, "prefix_cache 'blocks' is not there yet; use none, radix"),
+        ("none", dict(state_chunk=64), "prefix_cache 'none' has no options, got state_chunk"),
+        ("none", dict(compat="sglang", strategy="no_buffer"), "got compat, strategy"),
+        ("radix", dict(compat="vllm"), "compat of prefix_cache 'radix' must be sglang; got 'vllm'"),
+    ],
+)
+def test_a_cache_that_is_not_there_is_refused_before_anything_is_allocated(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_prefix_cache(name, CacheOptions(**options))
+    with pytest.raises(ValueError, match=message):
+        oracle_engine(prefix_cache=name, cache_options=CacheOptions(**options), state_slots=10**9)
+
+
+@pytest.mark.parametrize("compat", [None, "sglang"])
+def test_a_strategy_that_does_not_go_with_the_page_is_refused(compat):
+    with pytest.raises(ValueError, match="no_buffer .* needs pages of one token, got 16"):
+        built("radix", strategy="no_buffer", compat=compat)
+
+
+@pytest.mark.parametrize("page, state_chunk, chunk", [(4, 20, 20), (1, 8, 8), (24, 8, 24)])
+@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy"])
+def test_under_the_engines_rules_a_grid_that_the_backend_cannot_export_is_refused(
+    page, state_chunk, chunk, strategy
+):
+    """Found at the first piece that has such a boundary inside, it would fail in every step."""
+    options = dict(page=page, state_chunk=state_chunk, strategy=strategy)
+    with pytest.raises(ValueError, match=f"multiples of {chunk} tokens, which the backend cannot"):
+        built("radix", compat="sglang", **options)
+    built("radix", compat="sglang", alignment=4, **options)
+    built("radix", **options)  # ours keeps what can be kept
+
+
+def test_without_a_buffer_the_engine_exports_nothing():
+    built("radix", page=1, state_chunk=20, strategy="no_buffer", compat="sglang")
+
+
+def test_pieces_that_can_never_leave_a_checkpoint_are_warned_of():
+    """The engine's tracked strategies keep one of a piece of the grid or longer, or none."""
+    with pytest.warns(UserWarning, match=r"the checkpoint grid \(192 .* at most 191.*no prefix"):
+        built("radix", page=48, compat="sglang", largest_piece=191)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built("radix", page=48, compat="sglang", largest_piece=192)
+        built("radix", page=48, largest_piece=1)
+        built("radix", page=1, compat="sglang", strategy="no_buffer", largest_piece=1)
+
+
+@pytest.mark.parametrize("budget, chunk", [(63, 512), (512, 63)])
+def test_the_largest_piece_is_the_smaller_of_budget_and_chunk(budget, chunk):
+    with pytest.warns(UserWarning, match="at most 63"):
+        oracle_engine(
+            prefix_cache="radix", cache_options=CacheOptions(compat="sglang"),
+            max_batch_tokens=budget, prefill_chunk=chunk,
+        )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Bytes and FLOPs from a config: serving.md 8.1, exactly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kimi_mini import preset
+from kimi_mini.batch import state_form
+from kimi_mini.config import KimiConfig
+from kimi_mini.costs import checkpoint_bytes, cost_model, state_sizes, used_parameters
+
+K3 = preset("k3")
+
+
+def kimi_linear() -> KimiConfig:
+    """Kimi-Linear-48B as far as state goes: 20 KDA and 7 MLA layers, 32 heads of 128."""
+    full = (4, 8, 12, 16, 20, 24, 27)
+    kda = replace(
+        K3.linear_attn_config,
+        full_attn_layers=full,
+        kda_layers=tuple(n for n in range(1, 28) if n not in full),
+        num_heads=32,
+    )
+    return replace(K3, num_hidden_layers=27, linear_attn_config=kda)
+
+
+CONFIGS = {
+    "k3": K3,
+    "Kimi-Linear-48B": kimi_linear(),
+    "mini": preset("mini"),
+    "nano": preset("nano"),
+}
+# row, recurrent, conv, checkpoint in fp32 / bf16 / int8 with fp32 scales / with bf16 scales
+TABLE = {
+    "k3": (
+        *(27_648, 434_110_464, 15_261_696),
+        *(449_372_160, 232_316_928, 127_180_800, 125_485_056),
+    ),
+    "Kimi-Linear-48B": (
+        *(8_064, 41_943_040, 1_474_560),
+        *(43_417_600, 22_446_080, 12_288_000, 12_124_160),
+    ),
+    "mini": (512, 884_736, 62_208, 946_944, 504_576, 297_216, 290_304),
+    "nano": (128, 36_864, 5_184, 42_048, 23_616, 15_552, 14_976),
+}
+BREAK_EVEN = {
+    "k3": (16_253.3, 8_402.7, 4_600.0),
+    "Kimi-Linear-48B": (5_384.1, 2_783.5, 1_523.8),
+    "mini": (1_849.5, 985.5, 580.5),
+    "nano": (328.5, 184.5, 121.5),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_of_bytes(name):
+    kept = checkpoint_bytes(CONFIGS[name])
+    row = cost_model(CONFIGS[name]).row_bytes
+    assert (row, kept.recurrent, kept.conv, kept.full, *kept[2:]) == TABLE[name]
+    forms = (kept.full, kept.half, kept.int8)
+    assert tuple(round(size / row, 1) for size in forms) == BREAK_EVEN[name]
+
+
+def test_nano_all_in_float32():
+    model = cost_model(preset("nano"), torch.float32)
+    kept = checkpoint_bytes(preset("nano"), torch.float32)
+    assert (model.row_bytes, kept.conv, model.checkpoint_bytes) == (256, 10_368, 47_232)
+    assert model.break_even == 184.5
+
+
+def test_a_float64_model_keeps_float64_states():
+    kept = checkpoint_bytes(preset("nano"), torch.float64)
+    assert kept.recurrent == 2 * checkpoint_bytes(preset("nano")).recurrent
+    assert cost_model(preset("nano"), torch.float64).checkpoint_bytes == kept.full
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_weighs_what_a_slot_does(name, dtype):
+    """What policies count is what the pools take."""
+    sizes = state_sizes(CONFIGS[name], dtype, 16)
+    model = cost_model(CONFIGS[name], dtype)
+    assert (sizes.slot_bytes, sizes.row_bytes) == (model.checkpoint_bytes, model.row_bytes)
+    assert sizes.page_bytes == 16 * model.row_bytes
+
+
+@pytest.mark.parametrize("tp, size, even", [(8, 56_171_520, 2_031.7), (16, 28_085_760, 1_015.8)])
+def test_state_divides_by_the_ranks_and_rows_do_not(tp, size, even):
+    kept = checkpoint_bytes(K3)
+    assert kept.full // tp == size
+    assert round(size / cost_model(K3).row_bytes, 1) == even
+
+
+def test_a_path_of_a_million_tokens():
+    full, rows = checkpoint_bytes(K3).full, 1_048_576 * cost_model(K3).row_bytes
+    int8 = checkpoint_bytes(K3).int8
+    assert round(rows / 1e9, 1) == 29.0
+    counts = {k: 1_048_576 // k for k in (64, 256, 4096, 8192, 16384, 65536)}
+    assert [*counts.values()] == [16_384, 4_096, 256, 128, 64, 16]
+    sizes = [round(n * full / 1e9, 1) for n in counts.values()]
+    assert sizes == [7_362.5, 1_840.6, 115.0, 57.5, 28.8, 7.2]
+    assert [round(n * int8 / 1e9, 1) for n in counts.values()] == [
+        2083.7,
+        520.9,
+        32.6,
+        16.3,
+        8.1,
+        2,
+    ]
+    assert round(64 * full / rows, 2) == 0.99
+
+
+def test_flops_of_k3():
+    """8.2: 104.19 billion parameters used by a token; 24 layers of 96 heads of 192 + 128."""
+    model = cost_model(K3)
+    assert model.flops == pytest.approx(2 * 104.19e9, rel=1e-4)
+    assert model.attention_flops == 24 * 96 * (192 + 128) * 2
+
+
+def test_parameters_that_a_token_uses_are_those_of_the_model_without_idle_experts_and_table():
+    """bench has 43,700,080 parameters."""
+    bench = preset("bench")
+    expert = 3 * bench.moe_intermediate_size * bench.expert_width
+    layers = sum(map(bench.is_moe_layer, range(bench.num_hidden_layers)))
+    idle = layers * (bench.num_experts - bench.num_experts_per_token) * expert
+    table = bench.vocab_size * bench.hidden_size
+    assert used_parameters(bench) == 43_700_080 - idle - table
+
+
+def test_a_shape_matches_the_state_that_is_allocated():
+    """The formulas of the docstring, from another side."""
+    shapes = [shape for shape, _ in state_form(K3, 1, 1, 1, torch.bfloat16)]
+    assert shapes == [(69, 1, 96, 128, 128), (69, 1, 3, 3 * 96 * 128), (24, 1, 1, 576)]
