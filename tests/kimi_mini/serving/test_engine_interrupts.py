@@ -11,7 +11,7 @@ import pytest
 
 from cache import plain, state_cache
 from cache.pools import allocator, pool
-from cache.radix import manager, recency, sglang, strategy, tree
+from cache.radix import manager, recency, strategy, tree
 from kimi_mini import SamplingParams
 from kimi_mini.serving import engine as engine_module
 from kimi_mini.serving import scheduler, sequence
@@ -21,7 +21,7 @@ from tests.kimi_mini.serving.alone import alone, assert_same, oracle_engine, pre
 from tests.kimi_mini.serving.interrupts import Interrupt
 
 STORAGE = [state_cache, allocator, pool]
-RADIX = [manager, tree, recency, strategy, sglang]
+RADIX = [manager, tree, recency, strategy]
 ENGINE = [engine_module, scheduler, sequence]
 CACHES = {
     "plain": ([*STORAGE, plain], dict(page=3, kv_pages=8, state_slots=3)),
@@ -34,11 +34,6 @@ CACHES = {
         [*STORAGE, *RADIX],
         dict(page=1, kv_pages=32, state_slots=5, prefix_cache="radix",
              cache_options=CacheOptions(state_chunk=2, strategy="no_buffer")),
-    ),
-    "sglang": (
-        [*STORAGE, *RADIX],
-        dict(page=2, kv_pages=16, state_slots=7, prefix_cache="radix",
-             cache_options=CacheOptions(state_chunk=2, track_interval=4, compat="sglang")),
     ),
 }  # fmt: skip
 
