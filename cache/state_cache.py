@@ -32,53 +32,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from cache.audit import AuditError, audit_leases
-from cache.leases import CacheRequest, Copy, Hit, Lease, Phase, StepPlan, Wait, WaitReason
-from cache.pools.allocator import PRIVATE, Ownership
-from cache.pools.pool import Pool
+from cache.leases import (
+    CacheRequest,
+    Copy,
+    Hit,
+    Lease,
+    Lower,
+    Phase,
+    StepPlan,
+    Wait,
+    WaitReason,
+)
 from cache.pools.storage import Storage
+from cache.stats import Evictions, PoolStats, Stats
 
 
 class ContractError(RuntimeError):
     """A call out of order. Nothing has been changed by it."""
-
-
-class PoolStats(NamedTuple):
-    """Indices of one pool by ownership; bytes are unit_bytes each, sinks not counted."""
-
-    unit: str
-    unit_bytes: int
-    size: int
-    free: int
-    active: int
-    tracked: int
-    inflight: int
-    cached: int
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Occupancy now, and counts since the cache was made.
-
-    leases: live ones. lookups and hit tokens count admissions only. computed_tokens: tokens of
-    committed plans. waits: answers of that kind, by reason.
-    """
-
-    pools: tuple[PoolStats, ...]
-    leases: int
-    steps: int
-    lookups: int
-    joint_hit_tokens: int
-    token_hit_tokens: int
-    computed_tokens: int
-    finished: int
-    aborted: int
-    preempted: int
-    waits: Mapping[WaitReason, int]
 
 
 class StateCache(ABC):
@@ -97,6 +70,7 @@ class StateCache(ABC):
         self._in_step = False
         self._counts: Counter[str] = Counter()
         self._waits: Counter[WaitReason] = Counter()
+        self._lower: Counter[Lower] = Counter()
 
     @property
     def in_step(self) -> bool:
@@ -251,11 +225,13 @@ class StateCache(ABC):
         """A snapshot; later calls do not change it."""
         count = self._counts
         return Stats(
-            tuple(_pool_stats(pool) for pool in self.storage),
+            tuple(PoolStats.of(pool) for pool in self.storage),
             len(self._leases),
             *(count[name] for name in ("steps", "lookups", "joint", "token_hit", "computed")),
             *(count[name] for name in ("finish", "abort", "preempt")),
             dict(self._waits),
+            dict(self._lower),
+            self._evictions(),
         )
 
     def audit(self) -> None:
@@ -306,6 +282,10 @@ class StateCache(ABC):
         for pool in self.storage:
             pool.clear()
 
+    def _evictions(self) -> Evictions:
+        """What has been evicted so far; a clear is no eviction."""
+        return Evictions()
+
     def _audit(self) -> list[str]:
         """Violations of a manager's own invariants."""
         return []
@@ -323,6 +303,7 @@ class StateCache(ABC):
 
     def _count_hit(self, hit: Hit) -> None:
         self._counts.update(lookups=1, joint=hit.joint, token_hit=hit.token_hit)
+        self._lower[hit.lower] += 1
 
     def _require_idle(self, lease: Lease, verb: str) -> None:
         self._require_ours(lease, verb)
@@ -337,9 +318,3 @@ class StateCache(ABC):
     def _require(condition: bool, message: str) -> None:
         if not condition:
             raise ContractError(message)
-
-
-def _pool_stats(pool: Pool) -> PoolStats:
-    count = pool.allocator.count
-    states = (Ownership.FREE, *PRIVATE, Ownership.CACHED)
-    return PoolStats(pool.unit, pool.unit_bytes, pool.size, *(count(state) for state in states))

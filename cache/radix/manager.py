@@ -16,10 +16,7 @@ A checkpoint is never worth waiting for: without a free slot it is left out.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cache.boundaries import Grids, floored, grids, junction_above
 from cache.identity import Identity
@@ -41,16 +38,9 @@ from cache.pools.storage import Storage
 from cache.radix.audit import audit_tree
 from cache.radix.node import Node, Receipt
 from cache.radix.strategy import TRACKED, Strategy, Tracker
-from cache.radix.tree import Evictions, Inserted, Match, RadixTree
+from cache.radix.tree import Inserted, Match, RadixTree
 from cache.state_cache import StateCache
-
-
-class ReuseStats(NamedTuple):
-    """Since the cache was made. lower: admissions, by why their joint boundary was not higher."""
-
-    lower: Mapping[Lower, int]
-    evictions: Evictions
-
+from cache.stats import Evictions
 
 COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
@@ -119,7 +109,6 @@ class RadixCache(StateCache):
         self.grids: Grids = grids(state_chunk, self.page, interval)
         self.decode_grid = math.lcm(self.unit, interval)
         self.tree = RadixTree(self._kv, self.page, self._slots, path_cap)
-        self._lower: Counter[Lower] = Counter()
         self._unfilled: set[int] = set()  # published in this step, with a copy yet to run
 
     # look-up
@@ -428,15 +417,10 @@ class RadixCache(StateCache):
         self.tree.reset()
         super()._clear()
 
-    def _count_hit(self, hit: Hit) -> None:
-        super()._count_hit(hit)
-        self._lower[hit.lower] += 1
-
     # books
 
-    def reuse_stats(self) -> ReuseStats:
-        """A snapshot; later calls do not change it."""
-        return ReuseStats(dict(self._lower), self.tree.evictions)
+    def _evictions(self) -> Evictions:
+        return self.tree.evictions
 
     def _audit(self) -> list[str]:
         return audit_tree(self.tree, self._leases, self.identity)

@@ -20,6 +20,7 @@ from cache.pools.pool import Pool
 from cache.radix import key as keys
 from cache.radix.node import Node, Receipt
 from cache.radix.recency import LeafOrder, StateOrder
+from cache.stats import Evictions
 
 
 class Match(NamedTuple):
@@ -57,15 +58,6 @@ class Freed(NamedTuple):
 
 
 NOTHING = Freed(0, 0)
-
-
-class Evictions(NamedTuple):
-    """Since the tree was made. tokens: whose pages went; states: with them or alone; capped: those
-    of the states that went because their path had too many."""
-
-    tokens: int = 0
-    states: int = 0
-    capped: int = 0
 
 
 class Ledger(NamedTuple):

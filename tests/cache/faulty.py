@@ -9,7 +9,7 @@ from cache.plain import PlainCache
 class SlotStaysTakenWhenPagesLack(PlainCache):
     """BR-12: the slot is taken first, and the wait for pages does not give it back."""
 
-    found_by = r"PoolStats|nobody holds it"
+    found_by = r"Stats|nobody holds it"
 
     def _plan(self, lease, want, max_chunk):
         plan = super()._plan(lease, want, max_chunk)

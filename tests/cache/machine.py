@@ -197,7 +197,7 @@ class ContractMachine(RuleBasedStateMachine):
             happened = type(self).happened
             happened.update(driver.counts + driver.waits)
             if isinstance(driver.cache, RadixCache):
-                tokens, states, _ = driver.cache.reuse_stats().evictions
+                tokens, states, _ = driver.cache.stats().evictions
                 happened.update({"evicted tokens": tokens, "evicted states": states})
 
 

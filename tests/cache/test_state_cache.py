@@ -4,7 +4,8 @@ import pytest
 
 from cache.leases import CacheRequest, Lease, Lower, Phase, StepPlan, Wait, WaitReason
 from cache.plain import PlainCache
-from cache.state_cache import ContractError, PoolStats
+from cache.state_cache import ContractError
+from cache.stats import PoolStats
 from tests.cache.memory import Shape, make_storage
 
 SHAPE = Shape(pages=((4, 4),), slots=(2,))

@@ -8,8 +8,8 @@ import pytest
 from cache.leases import CacheRequest, Copy, CopyKind, Hit, Lower, Phase, StepPlan, Wait, WaitReason
 from cache.pools.allocator import Ownership
 from cache.radix.manager import COLD, RadixCache
-from cache.radix.tree import Evictions
 from cache.state_cache import ContractError
+from cache.stats import Evictions
 from tests.cache.memory import Shape, make_storage
 from tests.cache.radix.served import Served
 
@@ -177,7 +177,7 @@ def test_states_of_one_path_are_capped():
     served = Served(path_cap=2)
     served.run(PROMPT[:31], piece=8)
     assert served.kept(PROMPT) == [28, 30]
-    assert served.cache.reuse_stats().evictions == Evictions(0, 3, 3)
+    assert served.cache.stats().evictions == Evictions(0, 3, 3)
 
 
 # what is shared, and what never changes
@@ -438,18 +438,18 @@ def test_why_the_joint_boundary_is_not_higher():
     assert served.hit(PROMPT[:15], skip_read=True).lower is Lower.NO_REUSE
     for ids in whys.values():
         served.cache.abort(served.admit(ids))
-    lower = served.cache.reuse_stats().lower
+    lower = served.cache.stats().lower
     assert lower[Lower.CAP] == lower[Lower.GRID] == 1 and sum(lower.values()) == 5
 
 
 def test_statistics_are_a_snapshot():
     served = Served()
     served.run(PROMPT[:15])
-    before = served.cache.reuse_stats()
+    before = served.cache.stats()
     served.run(PROMPT[:15])
     assert (before.lower, before.evictions) == ({Lower.UNKNOWN: 1}, Evictions())
     served.cache.tree.evict_kv(99)
-    assert served.cache.reuse_stats().evictions.tokens == 14
+    assert served.cache.stats().evictions.tokens == 14
 
 
 # the constructor

@@ -14,7 +14,8 @@ from cache.identity import Identity, prefix_hashes
 from cache.pools.allocator import Ownership, OwnershipError
 from cache.pools.pool import Pool
 from cache.radix.entries import checkpoints
-from cache.radix.tree import Evictions, Ledger, RadixTree
+from cache.radix.tree import Ledger, RadixTree
+from cache.stats import Evictions
 from tests.cache.machine import QUICK
 from tests.cache.radix.planting import Garden
 
