@@ -40,7 +40,7 @@ class Identity:
         return digest_of((text.encode("utf-8", "surrogatepass") for text in fields), b"origin")
 
 
-def digest_of(fields: Iterable[bytes], kind: bytes = b"") -> bytes:
+def digest_of(fields: Iterable[bytes | memoryview], kind: bytes = b"") -> bytes:
     """Hash of a list of fields, none of which can pass for a part of another, nor a list of one
     kind (at most 16 bytes) for one of another kind."""
     hasher = hashlib.blake2b(digest_size=DIGEST, person=kind)

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cache.audit import AuditError, audit_leases
+from cache.identity import Identity
 from cache.leases import (
     CacheRequest,
     Copy,
@@ -59,13 +60,21 @@ class StateCache(ABC):
     share; a manager's own work is in the hooks with a leading underscore.
 
     export_alignment: the KDA backend's (decision 7); exports of plans fall on its multiples.
+    identity: who computes what is kept here (decision 27: one for all of it).
     """
 
-    def __init__(self, storage: Storage, *, export_alignment: int = 1) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        export_alignment: int = 1,
+        identity: Identity = Identity(),  # noqa: B008 (frozen)
+    ) -> None:
         if export_alignment < 1:
             raise ValueError(f"export_alignment must be at least 1, got {export_alignment}")
         self.storage = storage
         self.export_alignment = export_alignment
+        self.identity = identity
         self._leases: dict[Lease, None] = {}  # live ones, oldest first
         self._in_step = False
         self._counts: Counter[str] = Counter()

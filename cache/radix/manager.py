@@ -74,7 +74,6 @@ class RadixCache(StateCache):
                  and kernel allow
     path_cap     states on one path, None for no cap
     reuse        False: nothing is kept
-    identity     who computes what is cached here
     Raises ValueError for a strategy that does not go with the page, or sizes out of range.
     """
 
@@ -90,7 +89,7 @@ class RadixCache(StateCache):
         reuse: bool = True,
         identity: Identity = Identity(),  # noqa: B008 (frozen)
     ) -> None:
-        super().__init__(storage, export_alignment=export_alignment)
+        super().__init__(storage, export_alignment=export_alignment, identity=identity)
         if len(storage.pages) != 1 or len(storage.states) != 1:
             raise ValueError(
                 "the radix manager has one attention and one state group, got "
@@ -98,7 +97,7 @@ class RadixCache(StateCache):
             )
         self._kv, self._slots = storage.pages[0], storage.states[0]
         self.page = storage.page_tokens[0]
-        self.strategy, self.reuse, self.identity = Strategy(strategy), reuse, identity
+        self.strategy, self.reuse = Strategy(strategy), reuse
         if self.strategy is Strategy.NO_BUFFER and self.page != 1:
             raise ValueError(
                 f"strategy {self.strategy} publishes states at any boundary and needs pages of one "

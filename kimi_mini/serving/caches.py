@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from cache.identity import Identity
 from cache.plain import PlainCache
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache
@@ -75,10 +76,15 @@ def check_prefix_cache(name: str, options: CacheOptions) -> None:
 
 
 def build_cache(
-    name: str, options: CacheOptions, storage: Storage, export_alignment: int, largest_piece: int
+    name: str,
+    options: CacheOptions,
+    storage: Storage,
+    export_alignment: int,
+    largest_piece: int,
+    identity: Identity = Identity(),  # noqa: B008 (frozen)
 ) -> StateCache:
     """The cache of that name over `storage`. largest_piece: tokens of one row in one step; warns if
-    no piece is long enough to leave a checkpoint."""
+    no piece is long enough to leave a checkpoint. identity: whose results it keeps."""
     check_prefix_cache(name, options)
     if name == "none":
         return PlainCache(storage, export_alignment=export_alignment)
@@ -93,6 +99,7 @@ def build_cache(
     cache = kind(
         storage,
         export_alignment=export_alignment,
+        identity=identity,
         **{name: value for name, value in given.items() if value is not None},
     )
     if kind is SGLangCache and cache.tracks_pieces and largest_piece < cache.grids.checkpoint:

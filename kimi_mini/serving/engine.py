@@ -20,6 +20,7 @@ from numbers import Integral
 
 from torch import Tensor
 
+from cache.identity import Identity
 from cache.leases import Copy, StepPlan
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving import memory
@@ -27,6 +28,7 @@ from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cac
 from kimi_mini.serving.checks import check_count
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.executor import ModelExecutor
+from kimi_mini.serving.identity import identity_of
 from kimi_mini.serving.open_model import OpenModel, around, open_model
 from kimi_mini.serving.outputs import Delta, FinishReason, RequestOutput, rate
 from kimi_mini.serving.request import Inbox, Prompt, Request, make_request
@@ -110,6 +112,7 @@ class Engine:
             self.memory.storage,
             self.model.dispatcher.export_alignment,
             min(prefill_chunk, max_batch_tokens),
+            Identity() if prefix_cache == "none" else identity_of(self.opened),
         )
         self.executor = ModelExecutor(self.model, self.memory)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, prefill_chunk)

@@ -16,12 +16,14 @@ from kimi_mini.serving.request import Request
 
 
 def report(engine: Engine, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """requests: one entry a sample; totals: of all steps; pools: now."""
+    """requests: one entry a sample; totals: of all steps; prefix_cache: of all admissions, None
+    without one; pools: now."""
     return {
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "backend": engine.model.dispatcher.backend.name,
         "requests": [_sample(request, own) for request in outputs for own in request.outputs],
         "totals": _totals(engine),
+        "prefix_cache": _prefix_cache(engine) if engine.reuses else None,
         "pools": _pools(engine),
         "notes": list(engine.opened.notes),
     }
@@ -126,6 +128,20 @@ def _totals(engine: Engine) -> dict[str, Any]:
         "decode_tokens_per_second": totals.decode_rate,
         "preemptions": stats.preempted,
         "waits": {str(reason): count for reason, count in stats.waits.items()},
+    }
+
+
+def _prefix_cache(engine: Engine) -> dict[str, Any]:
+    stats, identity = engine.cache.stats(), engine.cache.identity
+    return {
+        "kind": engine.prefix_cache,
+        "identity": asdict(identity),
+        "lookups": stats.lookups,
+        "cached_tokens": stats.joint_hit_tokens,
+        "token_hit": stats.token_hit_tokens,
+        "replayed_tokens": stats.replayed_tokens,
+        "not_more_because": {str(reason): count for reason, count in stats.lower.items()},
+        "evicted": stats.evictions._asdict(),
     }
 
 

@@ -24,6 +24,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens. Stateless."""
 
     vocab_size = VOCABULARY
+    fingerprint = f"bytes from {FIRST_BYTE}, bos {BOS}"
     special_ids = frozenset(_SHOWN)
 
     def encode(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cache.identity import digest_of
 from kimi_mini.serving.text.pieces import Pieces, PieceStream
 from kimi_mini.serving.text.tokenizer import (
     REPLACEMENT,
@@ -49,6 +50,7 @@ class JsonTokenizer:
         self._tokens |= {i: token.content for i, token in added.items()}
         self.vocab_size: int = max(self._tokens, default=-1) + 1
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.fingerprint = digest_of([self._library.to_str().encode()], b"tokenizer.json").hex()
         self._pieces: Pieces | None = None
         self._bytes: dict[int, bytes] = {}
         kinds = [*_parts(self._library.decoder)]

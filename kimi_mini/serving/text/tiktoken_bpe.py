@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cache.identity import digest_of
 from kimi_mini.serving.text.tokenizer import (
     REPLACEMENT,
     TokenizerUnavailable,
@@ -87,6 +88,9 @@ class TiktokenTokenizer:
             self._bos = self._id_of(folder, "bos_token", config.bos_token)
             if self._bos is None:
                 raise ValueError(f"{folder / TOKENIZER_CONFIG}: add_bos_token without a bos_token")
+        told = [PATTERN.encode(), f"{self._names} {self._bos}".encode()]
+        told += [self._bytes[i] for i in sorted(self._bytes)]
+        self.fingerprint = digest_of(told, b"tiktoken").hex()
 
     def encode(self, text: str) -> list[int]:
         """Ids; special tokens in the text are recognised. ValueError for lone surrogates."""

@@ -41,6 +41,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def fingerprint(self) -> str:
+        """What text → ids depends on, in a word: equal fingerprints, equal ids."""
+        ...
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that are silent with `skip_special`."""
         ...

@@ -90,6 +90,27 @@ def test_pressure_shows_in_the_totals():
     assert said["totals"]["waits"]["pages"] >= 1 and said["totals"]["waits"]["slots"] >= 1
 
 
+def test_what_the_prefix_cache_did_is_summed_up():
+    model = KimiForCausalLM.from_config(preset("nano"), seed=0)
+    engine = Engine(model, prefix_cache="radix", state_slots=4, kv_pages=16)
+    prompt, params = [[*range(5, 90)]], SamplingParams(temperature=0, max_tokens=2)
+    outputs = [*engine.generate(prompt, params), *engine.generate(prompt, params)]
+    said = json.loads(json.dumps(report(engine, outputs)))
+    assert [sample["cache"]["cached_tokens"] for sample in said["requests"]] == [0, 80]
+    whole = said["prefix_cache"]
+    assert whole.pop("identity") == vars(engine.cache.identity)
+    assert whole == {
+        "kind": "radix",
+        "lookups": 2,
+        "cached_tokens": 80,
+        "token_hit": 80,
+        "replayed_tokens": 0,
+        "not_more_because": {"unknown prefix": 1, "grid": 1},
+        "evicted": {"tokens": 0, "states": 0, "capped": 0},
+    }
+    assert report(Engine(model), [])["prefix_cache"] is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_dtype_is_said_without_its_library(dtype):
     engine = Engine(small_model(dtype), state_slots=1, kv_pages=2)
