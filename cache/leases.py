@@ -24,6 +24,8 @@ class CacheRequest:
     must_fit       first storage only if all known tokens would fit at once
     checkpoint_at  boundaries that the caller will want to resume from
     key_cap        look up at most so many tokens (prompt logprobs need the rest computed)
+    prompt         tokens of `ids` that are the prompt, None for all: what is sampled before a
+                   preemption is known, but nobody sends it again
     """
 
     name: str
@@ -33,6 +35,7 @@ class CacheRequest:
     must_fit: bool = False
     checkpoint_at: tuple[int, ...] = ()
     key_cap: int | None = None
+    prompt: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))
@@ -118,6 +121,8 @@ class Lease:
 
     tokens are the known ids, the first `computed` of which are in the state and in the pages.
     plan is the one in flight, between `plan` and `commit` or `cancel`. ran: one has been committed.
+    named: for each boundary of `request.checkpoint_at`, where it is kept (decision 31), None for
+    one that this cache cannot keep.
     """
 
     request: CacheRequest
@@ -128,6 +133,7 @@ class Lease:
     phase: Phase = Phase.ADMITTED
     plan: StepPlan | None = None
     ran: bool = False
+    named: tuple[int | None, ...] = ()
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

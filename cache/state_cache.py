@@ -123,7 +123,7 @@ class StateCache(ABC):
 
     def admit(self, request: CacheRequest) -> Lease | Wait:
         """Look up and pin what was hit. After a miss the lease holds no storage until its first
-        plan. Changes: pins, recency, statistics. ValueError for a request without tokens."""
+        plan. Changes: pins, recency, perhaps evictions. ValueError for a request without tokens."""
         self._require(self._in_step, f"admit {request.name}: no step is open")
         if not request.ids:
             raise ValueError(f"request {request.name} has no tokens")
@@ -131,7 +131,6 @@ class StateCache(ABC):
         if isinstance(lease, Wait):
             return self._counted(lease)
         self._leases[lease] = None
-        self._count_hit(lease.hit)
         return lease
 
     def plan(self, lease: Lease, want: int, max_chunk: int | None = None) -> StepPlan | Wait:
@@ -186,6 +185,8 @@ class StateCache(ABC):
                 f"boundary {computed} is not among {plan.start + 1}..{plan.end}"
             )
         self._counts["computed"] += computed - plan.start
+        if not lease.ran:  # before that, what was found may yet be lost (BR-71)
+            self._count_hit(lease.hit)
         lease.plan, lease.ran = None, True
         lease.computed = computed
         lease.tokens.extend(appended)

@@ -45,8 +45,9 @@ class Stats:
     """Occupancy now, and counts since the cache was made.
 
     leases: live ones. lookups, hit tokens and lower (why a joint boundary was not higher) count
-    admissions only. computed_tokens: tokens of committed plans. waits: answers of that kind, by
-    reason. Between joint and token hits lies what had to be replayed although its rows were there.
+    leases whose first piece has run, with what it resumed from. computed_tokens: tokens of
+    committed plans. waits: answers of that kind, by reason. Between joint and token hits lies what
+    had to be replayed although its rows were there.
     """
 
     pools: tuple[PoolStats, ...]

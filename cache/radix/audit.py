@@ -118,7 +118,8 @@ def _audit_orders(tree: RadixTree, nodes: list[Node]) -> list[str]:
         faults.append("I-27: the order of states is not that of the nodes with a state")
     if set(tree.leaves) != {node for node in nodes if node.is_leaf and not node.kv_locks}:
         faults.append("I-27: the order of leaves is not that of the unlocked leaves")
-    faults += [f"I-27: leaf at {n.depth} would never be evicted" for n in tree.leaves.forgotten()]
+    for kind, order in (("leaf", tree.leaves), ("state", tree.state_order)):
+        faults += [f"I-27: {kind} at {n.depth} would never be evicted" for n in order.forgotten()]
     tokens = {True: 0, False: 0}
     states = {True: 0, False: 0}
     for node in nodes:

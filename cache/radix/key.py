@@ -1,25 +1,13 @@
-"""Token ids as bytes, four a token: slices copy, compare and hash at the speed of memory.
+"""Keys of the tree: token ids as bytes (`cache.tokens`), compared page by page.
 
 A slice of bytes owns its bytes, so a small edge never keeps a large prompt alive.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from cache.tokens import WIDTH, decode, encode
 
-WIDTH = 4
-_CODE = next(code for code in "ILQ" if array(code).itemsize == WIDTH)
-
-
-def encode(tokens: Sequence[int]) -> bytes:
-    """Ids 0 .. 2^32-1. OverflowError for others."""
-    return array(_CODE, tokens).tobytes()
-
-
-def decode(key: bytes) -> list[int]:
-    """The ids of a key."""
-    return array(_CODE, key).tolist()
+__all__ = ["WIDTH", "common_pages", "decode", "encode", "length"]
 
 
 def length(key: bytes) -> int:

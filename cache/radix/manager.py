@@ -10,13 +10,15 @@ Which boundaries are kept (decision 22), all absolute:
               end), the junction where others part from the prompt, and those that the caller names
     decode    every `interval`, the newest of which is published when the request finishes
 
-A checkpoint is never worth waiting for: without a free slot it is left out.
+A checkpoint is never worth waiting for, and the grid's are worth nobody else's: without a free slot
+they take that of an older one of the same request, or are left out. The others may evict (BR-47).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from cache.boundaries import Grids, floored, grids, junction_above
 from cache.identity import Identity
@@ -49,15 +51,16 @@ COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 class RadixLease(Lease):
     """tracker: snapshots of decode. receipt: the lock on what is shared, whose pages are the first
     `published` tokens of the row. copies: what initialises the slot, until a plan carries it.
-    exported: boundaries and slots that the plan in flight keeps.
+    exported: boundaries and slots that the plan in flight keeps. passing: nodes that it has
+    published on the grid alone, deepest last.
     """
 
     tracker: Tracker
-    named: tuple[int, ...] = ()  # boundaries that the caller named, floored to pages
     receipt: Receipt | None = None
     published: int = 0
     copies: tuple[Copy, ...] = ()
-    exported: tuple[tuple[int, int], ...] = field(default=())
+    exported: tuple[tuple[int, int], ...] = ()
+    passing: list[Node] = field(default_factory=list)
     stale: bool = False  # waited with its first plan: the next one looks up again
 
     @property
@@ -139,22 +142,30 @@ class RadixCache(StateCache):
             return Lower.NO_REUSE
         if match.kv_depth > match.depth:
             return Lower.EVICTED if match.lost else Lower.NO_CHECKPOINT
-        if match.depth < floored(limit, self.page):
-            return Lower.UNKNOWN
-        return Lower.CAP if match.depth == limit else Lower.GRID
+        if match.depth == limit:
+            return Lower.CAP
+        return Lower.GRID if match.depth >= floored(limit, self._grid) else Lower.UNKNOWN
+
+    @property
+    def _grid(self) -> int:
+        """No prompt's last checkpoint is further from its end than this, whatever is cached."""
+        return self.unit
 
     def _admit(self, request: CacheRequest) -> RadixLease | Wait:
-        named = (floored(boundary, self.page) for boundary in request.checkpoint_at)
-        lease = RadixLease(
-            request,
-            Hit(),
-            ([],),
-            [0],
-            tracker=self._new_tracker(),
-            named=tuple(sorted({boundary for boundary in named if boundary > 0})),
-        )
+        lease = RadixLease(request, Hit(), ([],), [0], tracker=self._new_tracker())
+        lease.named = tuple(self._named(boundary, request) for boundary in request.checkpoint_at)
         wait = self._restore(lease)
-        return lease if wait is None else wait
+        if wait is not None:
+            return wait
+        if lease.published:
+            self.tree.evict_until(slots=1)
+            self._take_slot(lease)
+        return lease
+
+    def _named(self, boundary: int, request: CacheRequest) -> int | None:
+        """Where a state that the caller named is kept."""
+        kept = floored(boundary, self.page)
+        return kept if self.reuse and 0 < kept <= len(request.ids) else None
 
     def _must_be_cold(self, match: Match) -> bool:
         """Whether a request could wait for ever for the slot to resume in: the state that it would
@@ -171,7 +182,7 @@ class RadixCache(StateCache):
         return not any(lease.slots[0] for lease in self._leases if lease is not besides)
 
     def _restore(self, lease: RadixLease) -> Wait | None:
-        """Look up, pin, and on a hit take the private slot with its one initialiser (I-07)."""
+        """Look up, and pin what was hit."""
         limit = self._limit(lease.request)
         match = self.tree.match(lease.request.ids[:limit], lease.request.salt)
         lease.hit, lease.stale = self.hit_of(match, limit), False
@@ -184,12 +195,15 @@ class RadixCache(StateCache):
             lease.hit, lease.stale = Hit(), True
             return Wait(WaitReason.SLOTS, 1, self._slots.free_count)
         lease.receipt = self.tree.lock(match.node)  # the source stays until the copy has run
-        self.tree.evict_until(slots=1)
-        lease.slots[0] = self._slots.alloc(1)[0]
-        lease.copies = (Copy(CopyKind.STATE, 0, match.node.state, lease.slots[0]),)
         lease.pages[0][:] = match.pages
         lease.computed = lease.published = match.depth
         return None
+
+    def _take_slot(self, lease: RadixLease) -> None:
+        """The private slot, with its one initialiser after a hit (I-07). One is free."""
+        lease.slots[0] = self._slots.alloc(1)[0]
+        if lease.published:
+            lease.copies = (Copy(CopyKind.STATE, 0, lease.receipt.node.state, lease.slots[0]),)
 
     # one piece
 
@@ -209,7 +223,9 @@ class RadixCache(StateCache):
         if wait is not None:
             return self._give_up(lease, wait)
         if lease.decodes:
-            lease.tracker.before_decode(end, self.decode_grid, self._acquire)
+            evict = not lease.tracker.slots  # a second one only if it costs nobody anything
+            acquire = partial(self._acquire, lease, evict=evict)
+            lease.tracker.before_decode(end, self.decode_grid, acquire)
             exports: tuple[ExportTo, ...] = ()
         else:
             exports = self._exports(lease, start, end)
@@ -230,11 +246,10 @@ class RadixCache(StateCache):
 
     def _wanted(self, lease: RadixLease) -> list[int]:
         """Boundaries of the prompt that others will want to resume from, ascending."""
-        if not self.reuse or lease.decodes:
+        if not self.reuse:
             return []
         prompt_end = floored(len(lease.request.ids) - 1, self.unit)
-        junction = () if lease.hit.junction is None else (lease.hit.junction,)
-        return sorted({prompt_end, *junction, *lease.named})
+        return sorted({prompt_end, *lease.named, lease.hit.junction} - {None})
 
     def _take_storage(self, lease: RadixLease, end: int, first: bool) -> Wait | None:
         """Pages and, for a first piece, slots: all that it takes or nothing."""
@@ -250,7 +265,7 @@ class RadixCache(StateCache):
             return Wait(WaitReason.SLOTS, active + tracked, self._slots.free_count)
         self._evict_for(lease, end, pages, active + tracked)
         if active:
-            lease.slots[0] = self._slots.alloc(1)[0]
+            self._take_slot(lease)
         if tracked:
             lease.tracker.slots = self._slots.alloc(tracked, Ownership.TRACKED)
         lease.pages[0].extend(self._kv.alloc(pages))
@@ -269,22 +284,31 @@ class RadixCache(StateCache):
         """Tracked slots that a request must have before it starts."""
         return 0
 
-    def _acquire(self) -> int | None:
-        """A slot for a checkpoint, if one may be had without hurting anybody."""
-        if not self.tree.make_room(slots=1):
+    def _acquire(self, lease: RadixLease, *, evict: bool) -> int | None:
+        """A slot for a checkpoint, if one may be had: see `_has_slot`."""
+        if not self._has_slot(lease, evict=evict):
             return None
         return self._slots.alloc(1, Ownership.TRACKED)[0]
+
+    def _has_slot(self, lease: RadixLease, *, evict: bool) -> bool:
+        """A slot is free, if need be that of a passing checkpoint of the same request, or, with
+        `evict`, of the one that has been used least recently."""
+        while not self._slots.free_count and lease.passing:
+            self.tree.thin(lease.passing.pop(0))
+        return bool(self._slots.free_count) or (evict and self.tree.make_room(slots=1))
 
     def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
         """States to keep from inside the piece, the most wanted first to get a slot."""
         if not self.reuse:
             return ()
-        tail = floored(end, self.grids.checkpoint)
-        chosen = dict.fromkeys((*self._wanted(lease)[::-1], tail))
-        for boundary in chosen:
+        wanted = self._wanted(lease)
+        for boundary in dict.fromkeys((*wanted[::-1], floored(end, self.grids.checkpoint))):
             inside = start < boundary <= end
             exportable = (boundary - start) % self.export_alignment == 0 or boundary == end
-            if inside and exportable and (slot := self._acquire()) is not None:
+            if not inside or not exportable:
+                continue
+            slot = self._acquire(lease, evict=boundary in wanted)
+            if slot is not None:
                 lease.exported += ((boundary, slot),)
         lease.exported = tuple(sorted(lease.exported))
         return tuple(ExportTo(boundary - start, (slot,)) for boundary, slot in lease.exported)
@@ -331,7 +355,9 @@ class RadixCache(StateCache):
 
     def _publish_copy(self, lease: RadixLease) -> tuple[Copy, ...]:
         """A copy of the state that the request goes on with, at the boundary it is at."""
-        if not self.reuse or lease.computed == lease.published or not self.tree.make_room(slots=1):
+        if not self.reuse or lease.computed == lease.published:
+            return ()
+        if not self._has_slot(lease, evict=lease.decodes):
             return ()
         spare = self._slots.alloc(1)[0]
         self._unfilled.add(spare)
@@ -345,6 +371,8 @@ class RadixCache(StateCache):
         done = self._insert(lease, boundary, slot)
         if done.refused:
             self._slots.free([slot])
+        elif boundary not in self._wanted(lease):
+            lease.passing.append(done.node)
         count = done.node.depth // self.page
         lease.pages[0][:count] = self.tree.pages_of(done.node)
         self._unlock(lease)
@@ -382,6 +410,7 @@ class RadixCache(StateCache):
         self._unlock(lease)
         lease.pages[0].clear()
         lease.slots[0], lease.copies = 0, ()
+        lease.passing.clear()
         lease.tracker = self._new_tracker()
 
     _publishes_again = False  # whether finishing inserts what has been published before

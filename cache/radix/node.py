@@ -15,12 +15,12 @@ class Node:
     state     slot of the checkpoint at `depth`; None: a tombstone (I-21); lost: it had one
     salt      the key space, None for the common one
     kv_locks  receipts anchored here or below; state_locks: receipts that hold this state
-    used      when its pages were last of use, on the tree's clock
+    used      when its pages were last of use, on the tree's clock; state_used: its state
     """
 
     __slots__ = (
         "children", "depth", "key", "kv_locks", "lost", "pages", "parent", "salt", "state",
-        "state_locks", "used",
+        "state_locks", "state_used", "used",
     )  # fmt: skip
 
     def __init__(
@@ -31,7 +31,7 @@ class Node:
         self.state: int | None = None
         self.lost = False
         self.kv_locks = self.state_locks = 0
-        self.used = 0
+        self.used = self.state_used = 0
 
     @property
     def is_root(self) -> bool:

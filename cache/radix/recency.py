@@ -7,20 +7,37 @@ state uses the state.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from cache.radix.node import Node
 
 
-class LeafOrder:
-    """The unlocked leaves, least recently used first. A heap whose outdated entries are passed over
-    when they come up, and cleared away when they are many: O(log n) a step on average."""
+class EvictionOrder(ABC):
+    """Nodes by their last use, and which of them is the next to evict.
+
+    A heap whose outdated entries are passed over when they come up, and cleared away when they are
+    many; what was passed over because of a lock comes back at its old place with the `update` that
+    follows the unlock. So each step costs O(log n) on average, whatever is locked.
+    """
 
     def __init__(self) -> None:
         self._members: set[Node] = set()
-        self._heap: list[tuple[int, int, Node]] = []  # used, a tie-break, node
+        self._heap: list[tuple[int, int, Node]] = []  # last use, a tie-break, node
         self._pushed = 0
+
+    @staticmethod
+    @abstractmethod
+    def last_use(node: Node) -> int: ...
+
+    @staticmethod
+    @abstractmethod
+    def belongs(node: Node) -> bool: ...
+
+    @staticmethod
+    @abstractmethod
+    def may_go(node: Node) -> bool:
+        """Of one that belongs here: whether it could be evicted now."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -29,60 +46,69 @@ class LeafOrder:
         return node in self._members
 
     def __iter__(self) -> Iterator[Node]:
-        """In order of eviction."""
-        return iter(sorted(self._members, key=lambda node: node.used))
+        """Least recently used first."""
+        return iter(sorted(self._members, key=self.last_use))
 
     def update(self, node: Node) -> None:
-        """To be called after a node's use, locks or children have changed."""
-        if not node.is_leaf or node.kv_locks:
+        """To be called after anything has changed that the three questions above depend on."""
+        if not self.belongs(node):
             self._members.discard(node)
             return
         self._members.add(node)
+        if self.may_go(node):
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (node.used, self._pushed, node))
+        heapq.heappush(self._heap, (self.last_use(node), self._pushed, node))
         if len(self._heap) > 4 * len(self._members) + 64:
-            self._heap = [(node.used, i, node) for i, node in enumerate(self._members)]
+            free = filter(self.may_go, self._members)
+            self._heap = [(self.last_use(node), i, node) for i, node in enumerate(free)]
             heapq.heapify(self._heap)
 
     def forgotten(self) -> list[Node]:
-        """Leaves that would never come up: used without `update`. For the audit."""
+        """What may go and would never come up: changed without `update`. For the audit."""
         known = {(used, node) for used, _, node in self._heap}
-        return [node for node in self._members if (node.used, node) not in known]
+        free = filter(self.may_go, self._members)
+        return [node for node in free if (self.last_use(node), node) not in known]
 
     def oldest(self) -> Node | None:
-        """The next one to evict, None if all leaves are locked."""
+        """The next one to evict, None if nothing may go."""
         while self._heap:
             used, _, node = self._heap[0]
-            if node in self._members and node.used == used:
+            if node in self._members and self.may_go(node) and self.last_use(node) == used:
                 return node
             heapq.heappop(self._heap)
         return None
 
 
-class StateOrder:
-    """The nodes that hold a state, locked ones included, least recently used first."""
+class LeafOrder(EvictionOrder):
+    """The unlocked leaves, by use of their pages."""
 
-    def __init__(self) -> None:
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
+    @staticmethod
+    def last_use(node: Node) -> int:
+        return node.used
 
-    def __len__(self) -> int:
-        return len(self._nodes)
+    @staticmethod
+    def belongs(node: Node) -> bool:
+        return node.is_leaf and not node.kv_locks
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self._nodes
+    @staticmethod
+    def may_go(node: Node) -> bool:
+        return True
 
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
 
-    def touch(self, node: Node) -> None:
-        """A state is new or was resumed from: most recent."""
-        self._nodes[node] = None
-        self._nodes.move_to_end(node)
+class StateOrder(EvictionOrder):
+    """The nodes that hold a state, locked ones included, by use of the state."""
 
-    def discard(self, node: Node) -> None:
-        """The node has no state any more."""
-        self._nodes.pop(node, None)
+    @staticmethod
+    def last_use(node: Node) -> int:
+        return node.state_used
 
-    def oldest(self) -> Node | None:
-        """The next one to evict; O(locked ones that are older)."""
-        return next((node for node in self._nodes if not node.state_locks), None)
+    @staticmethod
+    def belongs(node: Node) -> bool:
+        return node.state is not None
+
+    @staticmethod
+    def may_go(node: Node) -> bool:
+        return not node.state_locks

@@ -8,7 +8,7 @@ goes through a tracked slot, which is given away for a fresh one; cuts fall on p
 from __future__ import annotations
 
 from cache.boundaries import floored, piece_checkpoint
-from cache.leases import Copy, ExportTo
+from cache.leases import CacheRequest, Copy, ExportTo
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache, RadixLease
@@ -46,6 +46,17 @@ class SGLangCache(RadixCache):
         return self.grids.checkpoint
 
     @property
+    def _grid(self) -> int:
+        return self.grids.checkpoint if self.tracks_pieces else self.page
+
+    def clear(self) -> None:
+        """As `StateCache.clear`, but live leases are no reason to refuse: they are aborted."""
+        if not self.in_step:
+            for lease in self.live_leases:
+                self.abort(lease)
+        super().clear()
+
+    @property
     def tracks_pieces(self) -> bool:
         """Whether checkpoints of prefill need a piece as long as the grid."""
         return self._tracked_at_once > 0
@@ -74,10 +85,16 @@ class SGLangCache(RadixCache):
             return end
         return max(start, floored(end, self.page))
 
-    def _acquire(self) -> int | None:
+    def _acquire(self, lease: RadixLease, *, evict: bool) -> int | None:
         """Never at the cost of what is cached."""
         spare = self._slots.alloc(1, Ownership.TRACKED)
         return spare and spare[0]
+
+    def _has_slot(self, lease: RadixLease, *, evict: bool) -> bool:
+        return self.tree.make_room(slots=1)
+
+    def _named(self, boundary: int, request: CacheRequest) -> None:
+        """The engine knows no boundaries that a caller names."""
 
     def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
         tracker = lease.tracker

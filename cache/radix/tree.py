@@ -11,6 +11,7 @@ Every operation costs O(length of the key), an eviction O(log nodes).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -72,13 +73,24 @@ class Ledger(NamedTuple):
 class RadixTree:
     """Over a page pool with `page` rows a page and a state pool.
 
-    path_cap: states on one path from the root, None for no cap.
+    path_cap         states on one path from the root, None for no cap
+    keep_tombstones  a tombstone whose last child goes stays as a leaf until its pages are wanted.
+                     False: it goes along, unless it is locked (the engine's older tree)
+    ValueError for a cap below 1.
     """
 
-    def __init__(self, pages: Pool, page: int, states: Pool, path_cap: int | None = None) -> None:
+    def __init__(
+        self,
+        pages: Pool,
+        page: int,
+        states: Pool,
+        path_cap: int | None = None,
+        *,
+        keep_tombstones: bool = True,
+    ) -> None:
         if path_cap is not None and path_cap < 1:
             raise ValueError(f"states per path must be at least 1 or without a cap, got {path_cap}")
-        self.page, self.path_cap = page, path_cap
+        self.page, self.path_cap, self.keep_tombstones = page, path_cap, keep_tombstones
         self.pages_pool, self.states_pool = pages, states
         self._page_bytes = page * keys.WIDTH
         self._tokens_evicted = self._states_evicted = self._states_capped = 0
@@ -92,7 +104,7 @@ class RadixTree:
         self.root = Node(None, b"", 0, [], None)
         self.leaves = LeafOrder()
         self.state_order = StateOrder()
-        self._clock = 0
+        self._clock = itertools.count(1)  # of uses, of pages or of states
         self.receipts: set[Receipt] = set()
         self._kv_total = self._kv_protected = self._state_protected = 0
 
@@ -110,19 +122,17 @@ class RadixTree:
         for node in nodes:
             if node.state is not None and node.state in unfilled:
                 node.state = None
-        holders = {node: None for node in nodes if node.state is not None}
         leaves, state_order = LeafOrder(), StateOrder()
         for node in nodes:
             node.kv_locks = node.state_locks = 0
             leaves.update(node)
-        for node in dict.fromkeys((*self.state_order, *holders)):
-            if node in holders:
-                state_order.touch(node)
+            state_order.update(node)
         self.receipts = set()
         self.leaves, self.state_order = leaves, state_order
         self._kv_total = sum(keys.length(node.key) for node in nodes)
         self._kv_protected = self._state_protected = 0
-        return [page for node in nodes for page in node.pages], [node.state for node in holders]
+        states = [node.state for node in nodes if node.state is not None]
+        return [page for node in nodes for page in node.pages], states
 
     # look-up
 
@@ -135,8 +145,7 @@ class RadixTree:
         path, kv_depth = self._walk(self._key(tokens), salt)
         best = self._resumable(path, kv_depth)
         self._touch(reversed([*best.path()]))
-        if best.state is not None:
-            self.state_order.touch(best)
+        self._touch_state(best)
         return Match(best, kv_depth, self.pages_of(best), _lost_beyond(best, path))
 
     def peek(self, tokens: Sequence[int], salt: str | None = None) -> Match:
@@ -190,16 +199,16 @@ class RadixTree:
         if shared < count:
             node = self._grow(node, key[shared * self._page_bytes :], pages[shared:count], salt)
         refused = node.state is not None
+        self._touch_state(node)
         if not refused:
             self._hold(node, state)
-        self.state_order.touch(node)
-        if not refused:
             self._apply_path_cap(node)
         return Inserted(node, already, refused)
 
     def _hold(self, node: Node, state: int) -> None:
         self.states_pool.allocator.donate([state])
         node.state, node.lost = state, False
+        self.state_order.update(node)
         self._state_protected += node.state_locks > 0  # a lock at a tombstone waits for it
 
     def _grow(self, parent: Node, key: bytes, pages: Sequence[int], salt: str | None) -> Node:
@@ -220,10 +229,17 @@ class RadixTree:
         for node in reversed(holders):
             if excess <= 0:
                 return
-            if node is not tail and len(node.children) == 1 and not node.state_locks:
-                self._drop_state(node)
-                self._states_capped += 1
-                excess -= 1
+            if node is not tail:
+                excess -= self.thin(node)
+
+    def thin(self, node: Node) -> bool:
+        """Take the state of a node that is not worth its slot any more: it becomes a tombstone.
+        False, and nothing is changed, for one that has none, is locked, or is a fork or a leaf."""
+        if node.state is None or node.state_locks or len(node.children) != 1:
+            return False
+        self._drop_state(node)
+        self._states_capped += 1
+        return True
 
     # locks
 
@@ -239,6 +255,7 @@ class RadixTree:
         if receipt.state:
             self._state_protected += node.state is not None and not node.state_locks
             node.state_locks += 1
+            self.state_order.update(node)
         self.receipts.add(receipt)
         return receipt
 
@@ -260,6 +277,7 @@ class RadixTree:
             return
         node, receipt.state, receipt.found = receipt.node, False, None
         node.state_locks -= 1
+        self.state_order.update(node)
         self._state_protected -= node.state is not None and not node.state_locks
 
     def _require_live(self, receipt: Receipt, verb: str) -> None:
@@ -314,6 +332,16 @@ class RadixTree:
         return freed
 
     def _delete(self, leaf: Node) -> Freed:
+        """Take a leaf down, and, if they are not kept, the tombstones that it leaves as leaves."""
+        parent = leaf.parent
+        freed = self._take_down(leaf)
+        if not self.keep_tombstones:
+            while parent in self.leaves and parent.state is None:
+                leaf, parent = parent, parent.parent
+                freed += self._take_down(leaf)
+        return freed
+
+    def _take_down(self, leaf: Node) -> Freed:
         states = int(leaf.state is not None)
         if states:
             self._drop_state(leaf)
@@ -330,7 +358,7 @@ class RadixTree:
     def _drop_state(self, node: Node) -> None:
         state, node.state, node.lost = node.state, None, True  # before it goes (see `rebuild`)
         self.states_pool.evict([state])
-        self.state_order.discard(node)
+        self.state_order.update(node)
         self._states_evicted += 1
 
     # books
@@ -420,9 +448,12 @@ class RadixTree:
     def _touch(self, nodes: Iterable[Node]) -> None:
         """In order, the last one newest."""
         for node in nodes:
-            self._clock += 1
-            node.used = self._clock
+            node.used = next(self._clock)
             self.leaves.update(node)
+
+    def _touch_state(self, node: Node) -> None:
+        node.state_used = next(self._clock)
+        self.state_order.update(node)
 
 
 def _lost_beyond(best: Node, path: Sequence[Node]) -> bool:

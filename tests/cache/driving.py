@@ -123,7 +123,6 @@ class Driver:
             assert (lease.plan, lease.request) == (None, request)
             self.tokens[lease] = list(request.ids)
             self.final[lease] = final
-            self.counts.update(lookups=1, joint=hit.joint, token_hit=hit.token_hit)
         return lease
 
     def readmit(self, i: int) -> Lease | Wait | None:
@@ -244,6 +243,9 @@ class Driver:
         room = self.final[lease] - len(self.tokens[lease])
         appended = appended[:room] if end == len(self.tokens[lease]) else ()
         self.counts["committed less"] += end < plan.end
+        if not lease.ran:
+            hit = lease.hit
+            self.counts.update(lookups=1, joint=hit.joint, token_hit=hit.token_hit)
         copies = self.cache.commit(lease, end, iter(appended), last=last is not None)
         for executor in self.executors:
             executor.copy(copies)
@@ -321,7 +323,8 @@ class Driver:
             early = CacheRequest("early", [1, 2])
             yield "end_step without a step", ContractError, cache.end_step
             yield "admit between steps", ContractError, lambda: cache.admit(early)
-        if self.in_step or self.tokens:
+        drops = type(cache).clear is not StateCache.clear  # SGLang's rules abort what is live
+        if self.in_step or (self.tokens and not drops):
             yield "clear too early", ContractError, cache.clear
         for lease in (*self.ended[-1:], self.foreign):
             yield "plan of another", ContractError, partial(cache.plan, lease, 1)

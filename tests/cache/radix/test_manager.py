@@ -68,7 +68,8 @@ def test_boundaries_that_the_caller_names_are_floored_to_the_page(named, kept):
     """Decision 31"""
     served = Served(state_chunk=32)
     lease = served.run(PROMPT[:15], checkpoint_at=named)
-    assert served.kept(PROMPT) == sorted({14, *([kept] if kept else []), *lease.named})
+    where = [boundary for boundary in lease.named if boundary]
+    assert served.kept(PROMPT) == sorted({14, *where}) and kept in lease.named
     assert kept is None or kept in lease.named
 
 
@@ -437,7 +438,7 @@ def test_why_the_joint_boundary_is_not_higher():
     assert served.hit(PROMPT[:10] + ANY[:9]).lower is Lower.EVICTED
     assert served.hit(PROMPT[:15], skip_read=True).lower is Lower.NO_REUSE
     for ids in whys.values():
-        served.cache.abort(served.admit(ids))
+        served.run(ids)
     lower = served.cache.stats().lower
     assert lower[Lower.CAP] == lower[Lower.GRID] == 1 and sum(lower.values()) == 5
 
@@ -490,3 +491,52 @@ def test_a_plan_is_a_step_plan_whose_copies_come_with_the_first_piece_only():
     assert isinstance(first, StepPlan) and len(first.copies) == 1
     assert second.copies == () and second.start == first.end == 18
     assert replace(second.lease.request, name="x").ids == lease.request.ids
+
+
+def test_a_long_prompt_keeps_its_passing_checkpoints_at_nobody_elses_cost():
+    """BR-47: with the pool full, the newest of the grid takes the slot of the oldest of its own."""
+    served = Served(slots=6, pages=64, state_chunk=4)
+    served.run(ANY[:9])
+    lease = served.admit(PROMPT[:31])
+    while lease.computed < 31:
+        served.step(lease, 4)
+    assert (served.kept(PROMPT), served.kept(ANY)) == ([20, 24, 28, 30], [8])
+    assert served.cache.stats().evictions == Evictions(0, 4, 4)
+
+
+def test_a_boundary_that_is_worth_it_may_evict_and_one_of_the_grid_may_not():
+    served = Served(slots=2, state_chunk=4)
+    served.run(ANY[:9])
+    lease = served.admit(PROMPT[:15])
+    served.step(lease, 6)
+    assert (served.kept(PROMPT), served.kept(ANY)) == ([], [8])
+    served.step(lease, 9)
+    assert (served.kept(PROMPT), served.kept(ANY)) == ([14], [])
+
+
+def test_what_was_found_counts_when_it_has_been_used():
+    """BR-71: a hit whose first piece waits, then runs without it, was none."""
+    served = Served(pages=10, slots=4)
+    served.run(PROMPT[:9])
+    other = served.run(ANY[:8], end=None)
+    lease = served.admit(PROMPT[:8] + ANY[20:28])
+    assert lease.hit.joint == 8 and isinstance(served.step(lease), Wait)
+    served.cache.tree.evict_kv(99)
+    served.cache.abort(other)
+    served.step(lease)
+    stats = served.cache.stats()
+    assert (stats.lookups, stats.joint_hit_tokens, stats.token_hit_tokens) == (3, 0, 0)
+    assert stats.lower == {Lower.UNKNOWN: 3}
+
+
+def test_a_look_up_that_is_repeated_evicts_nothing_for_a_slot_while_pages_are_short():
+    served = Served(pages=10, slots=4)
+    served.run(PROMPT[:9])
+    served.run(ANY[:5], salt="kept")
+    served.run(ANY[20:22], end=None)
+    lease = served.admit(PROMPT[:8] + ANY[20:36])
+    assert isinstance(served.step(lease), Wait)
+    served.run(ANY[36:38], end=None)
+    assert served.free == [2, 0]
+    assert served.step(lease).reason is WaitReason.PAGES
+    assert served.kept(ANY, "kept") == [4] and served.cache.stats().evictions == Evictions()
