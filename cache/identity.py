@@ -11,12 +11,12 @@ these fields: weights, adapter, tokenizer files, tenant, image content (`extra`)
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cache.tokens import encode
+
 DIGEST = 32  # bytes
-_CODE = next(code for code in "ILQ" if array(code).itemsize == 4)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def digest_of(fields: Iterable[bytes | memoryview], kind: bytes = b"") -> bytes:
 
 def extended(previous: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     """Hash of a prefix that goes on by some tokens. Ids 0 .. 2^32-1."""
-    return digest_of((previous, array(_CODE, tokens).tobytes(), extra), b"prefix")
+    return digest_of((previous, encode(tokens), extra), b"prefix")
 
 
 def prefix_hashes(origin: bytes, tokens: Sequence[int], unit: int) -> Iterator[bytes]:

@@ -153,7 +153,6 @@ class RadixCache(StateCache):
 
     def _admit(self, request: CacheRequest) -> RadixLease | Wait:
         lease = RadixLease(request, Hit(), ([],), [0], tracker=self._new_tracker())
-        lease.named = tuple(self._named(boundary, request) for boundary in request.checkpoint_at)
         wait = self._restore(lease)
         if wait is not None:
             return wait
@@ -162,10 +161,13 @@ class RadixCache(StateCache):
             self._take_slot(lease)
         return lease
 
-    def _named(self, boundary: int, request: CacheRequest) -> int | None:
-        """Where a state that the caller named is kept."""
-        kept = floored(boundary, self.page)
-        return kept if self.reuse and 0 < kept <= len(request.ids) else None
+    def _named(self, request: CacheRequest, found: Node) -> tuple[int | None, ...]:
+        """Where states that the caller named are kept: on pages, of what is computed, or of what is
+        read if somebody has kept them there."""
+        there = {node.depth for node in found.path() if node.state is not None}
+        computed = range(found.depth + 1, len(request.ids) + 1) if self.reuse else ()
+        floors = (floored(boundary, self.page) for boundary in request.checkpoint_at)
+        return tuple(n if n in there or n in computed else None for n in floors)
 
     def _must_be_cold(self, match: Match) -> bool:
         """Whether a request could wait for ever for the slot to resume in: the state that it would
@@ -186,10 +188,11 @@ class RadixCache(StateCache):
         limit = self._limit(lease.request)
         match = self.tree.match(lease.request.ids[:limit], lease.request.salt)
         lease.hit, lease.stale = self.hit_of(match, limit), False
+        lease.named = self._named(lease.request, match.node)
         if not match.depth:
             return None
         if self._must_be_cold(match):
-            lease.hit = COLD
+            self._start_cold(lease)
             return None
         if not self._slot_beside(match.node):
             lease.hit, lease.stale = Hit(), True
@@ -198,6 +201,10 @@ class RadixCache(StateCache):
         lease.pages[0][:] = match.pages
         lease.computed = lease.published = match.depth
         return None
+
+    def _start_cold(self, lease: RadixLease) -> None:
+        lease.hit, lease.stale = COLD, False
+        lease.named = self._named(lease.request, self.tree.root)
 
     def _take_slot(self, lease: RadixLease) -> None:
         """The private slot, with its one initialiser after a hit (I-07). One is free."""
@@ -218,7 +225,7 @@ class RadixCache(StateCache):
         wait = self._take_storage(lease, end, first)
         if wait is not None and first and lease.published and self._alone(lease):
             self._forget(lease)
-            lease.hit, lease.stale = COLD, False
+            self._start_cold(lease)
             return self._plan(lease, want, max_chunk)
         if wait is not None:
             return self._give_up(lease, wait)

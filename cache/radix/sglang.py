@@ -12,6 +12,7 @@ from cache.leases import CacheRequest, Copy, ExportTo
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache, RadixLease
+from cache.radix.node import Node
 from cache.radix.strategy import TRACKED, Strategy, Tracker
 
 INTERVAL = 256  # the engine's default spacing of snapshots in decode
@@ -93,8 +94,9 @@ class SGLangCache(RadixCache):
     def _has_slot(self, lease: RadixLease, *, evict: bool) -> bool:
         return self.tree.make_room(slots=1)
 
-    def _named(self, boundary: int, request: CacheRequest) -> None:
+    def _named(self, request: CacheRequest, found: Node) -> tuple[int | None, ...]:
         """The engine knows no boundaries that a caller names."""
+        return ()
 
     def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
         tracker = lease.tracker

@@ -105,7 +105,7 @@ def build_cache(
     if kind is SGLangCache and cache.tracks_pieces and largest_piece < cache.grids.checkpoint:
         warnings.warn(
             f"no piece of prefill is as long as the checkpoint grid ({cache.grids.checkpoint} "
-            f"tokens, pieces have at most {largest_piece}): no prefix will ever be cached",
+            f"tokens, pieces have at most {largest_piece}): prefill will keep no checkpoint",
             stacklevel=2,
         )
     return cache

@@ -117,7 +117,7 @@ class Engine:
         self.executor = ModelExecutor(self.model, self.memory)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, prefill_chunk)
         self.totals = Totals()
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self._compat = prefix_cache, cache_options.compat
         self._audit = audit
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._news: list[Delta] = []  # what the next `step` returns
@@ -243,6 +243,11 @@ class Engine:
             raise TypeError(f"params must be SamplingParams, got {params!r}")
         if not isinstance(control, CacheControl | None):
             raise TypeError(f"control must be CacheControl or None, got {control!r}")
+        if control and control.checkpoint_at and self._compat:
+            raise ValueError(
+                f"checkpoint_at is given, but the rules of compat {self._compat!r} know no "
+                "boundaries that a caller names"
+            )
         request = make_request(request_id, prompt, params, self.opened, control)
         refusal = self.cache.refusal(request.longest)
         if refusal:

@@ -51,6 +51,11 @@ CACHE = {  # the engine's names → `CacheOptions`
     "state_chunk": ("state_chunk", int, "tokens between checkpoints in prefill (64)"),
     "compat": ("compat", str, "rules of an engine to the letter: sglang"),
 }
+CONTROL = {
+    "cache_salt": ("share prefixes only with requests of the same salt", {}),
+    "skip_read": ("compute everything, cache it as usual", {"action": "store_true"}),
+    "checkpoint_at": ("keep the state after so many tokens", {"type": int, "action": "append"}),
+}
 
 
 class GivenPrompt(NamedTuple):
@@ -127,14 +132,15 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def add_control_options(parser: argparse.ArgumentParser) -> None:
     """What requests have to do with the prefix cache."""
-    add = parser.add_argument
-    add("--cache-salt", help="share prefixes only with requests of the same salt")
-    add("--skip-read", action="store_true", help="compute everything, cache it as usual")
-    add("--checkpoint-at", type=int, action="append", help="keep the state after so many tokens")
+    for name, (text, more) in CONTROL.items():
+        parser.add_argument(_option(name), help=text, **more)
 
 
 def cache_control(args: argparse.Namespace) -> CacheControl:
-    """ValueError for boundaries below 1."""
+    """ValueError for boundaries below 1, UserError for any of it without a cache to control."""
+    given = [name for name in CONTROL if getattr(args, name) not in (None, False)]
+    if given and args.prefix_cache == "none":
+        raise UserError(f"{_option(given[0])} is for a prefix cache: give --prefix-cache, too")
     return CacheControl(args.cache_salt, args.skip_read, args.checkpoint_at or ())
 
 

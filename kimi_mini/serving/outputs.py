@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -44,6 +45,8 @@ class CompletionOutput:
 
     stop_reason: the stop string or stop token id; None for an end-of-sequence token and otherwise.
     hit: what the prefix cache had of the prompt, and why not more; None if it was never looked up.
+    checkpoint_at: for each boundary that the caller named, where its state is kept (floored,
+    decision 31), None for one that cannot be (below the cache's unit, beyond the prompt).
     """
 
     index: int
@@ -55,6 +58,7 @@ class CompletionOutput:
     timings: Timings = field(default_factory=Timings)
     error: str | None = None
     hit: Hit | None = None
+    checkpoint_at: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:

@@ -69,7 +69,11 @@ def cache_line(own: CompletionOutput) -> str:
     hit, first = own.hit or Hit(), own.timings.first_token
     wait = "" if first is None else f", first token after {first * 1000:,.1f} ms"
     replayed = f", {hit.token_hit - hit.joint:,} replayed" if hit.token_hit > hit.joint else ""
-    return f"[{hit.joint:,} prompt tokens cached{replayed}; not more: {hit.lower}{wait}]"
+    kept = "".join(
+        f"; state {f'kept at {at:,}' if at else 'not kept'} for {asked:,}"
+        for asked, at in own.checkpoint_at.items()
+    )
+    return f"[{hit.joint:,} prompt tokens cached{replayed}; not more: {hit.lower}{wait}{kept}]"
 
 
 def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
@@ -86,7 +90,9 @@ def _sample(request: RequestOutput, own: CompletionOutput) -> dict[str, Any]:
         "logprobs": own.logprobs and [_logprobs(entry) for entry in own.logprobs],
         "prompt_logprobs": request.prompt_logprobs
         and [entry and _logprobs(entry) for entry in request.prompt_logprobs],
-        "cache": own.hit and _hit(own.hit),
+        "cache": own.hit
+        and _hit(own.hit)
+        | {"checkpoint_at": [{"asked": n, "kept": at} for n, at in own.checkpoint_at.items()]},
         "timings": {
             "queue_seconds": timings.queue,
             "first_token_seconds": timings.first_token,

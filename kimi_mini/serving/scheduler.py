@@ -120,7 +120,7 @@ class Scheduler:
                     break
                 continue
             self._enter(sequence, plan, planned)
-            sequence.hit = sequence.hit or sequence.lease.hit
+            sequence.entered(sequence.lease)
             self.running[sequence] = None
             entered.append(sequence)
         for sequence in entered:

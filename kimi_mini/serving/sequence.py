@@ -46,6 +46,7 @@ class Sequence:
         self.end_ids = params.heeded(end_ids)
         self.control = control or CacheControl()
         self.hit: Hit | None = None  # what its first admission found in the cache
+        self.checkpoint_at: dict[int, int | None] = {}  # named boundaries, and where they are kept
         self.arrival = arrival
         self.computed = 0  # tokens in the state, after the last step it was in
         self.lease: Lease | None = None
@@ -90,6 +91,12 @@ class Sequence:
             checkpoint_at=self.control.checkpoint_at,
             key_cap=0 if self.scores_prompt else None,
         )
+
+    def entered(self, lease: Lease) -> None:
+        """Its first admission counts: what was found then, and what will be kept for others."""
+        if self.hit is None:
+            self.hit = lease.hit
+            self.checkpoint_at = dict(zip(self.control.checkpoint_at, lease.named, strict=False))
 
     def logits_wanted(self, start: int, end: int) -> range:
         """Positions among start .. end-1 whose logits this sequence needs: the last known token's,
@@ -140,6 +147,7 @@ class Sequence:
             replace(self.timings),
             self.error,
             self.hit,
+            self.checkpoint_at,
         )
 
     def _score_prompt(self, logits: Tensor, positions: range) -> None:

@@ -209,7 +209,9 @@ def test_a_seed_gives_the_same_text_again(generate):
         (("--cache-bytes", "1000000", "--state-slots", "1000", "--model", "nano"), "47,287,424"),
         (("--repeat", "0"), "--repeat must be at least 1, got 0"),
         (("--turns", "x", "--repeat", "2"), "--turns is one conversation"),
-        (("--checkpoint-at", "0", "--model", "nano"), "checkpoint_at must be 1 or more"),
+        (("--checkpoint-at", "9", "--model", "nano"), "--checkpoint-at is for a prefix cache"),
+        (("--cache-salt", "", "--model", "nano"), "--cache-salt is for a prefix cache"),
+        (("--skip-read", "--model", "nano"), "--skip-read is for a prefix cache"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -333,7 +335,7 @@ def test_a_repeated_prompt_is_read_from_the_cache_and_gives_the_same_text(genera
     first, second, third = (r["cache"] for r in hit)
     assert first == {
         "cached_tokens": 0, "token_hit": 0, "replayed_tokens": 0, "junction": None,
-        "not_more_because": "unknown prefix",
+        "not_more_because": "unknown prefix", "checkpoint_at": [],
     }  # fmt: skip
     assert second == third
     assert (second["cached_tokens"], second["not_more_because"]) == (192, "grid")
@@ -392,6 +394,7 @@ def test_controls_reach_the_cache(generate):
         generate, *both, "--prefix-cache", "radix", "--checkpoint-at", "60", "--max-tokens", "1"
     )
     assert [r["cache"]["cached_tokens"] for r in named] == [0, 48]
+    assert named[0]["cache"]["checkpoint_at"] == [{"asked": 60, "kept": 48}]
 
 
 def test_a_person_is_told_what_was_cached_and_why_not_more(generate):

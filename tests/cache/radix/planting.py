@@ -8,16 +8,23 @@ from cache.radix.audit import audit_tree
 from cache.radix.node import Node, Receipt
 from cache.radix.tree import Freed, Inserted, Match, RadixTree
 
+LONG, OTHER, FORK = [1, 2, 3, 4, 5, 6, 7], [10, 11, 12], [1, 2, 3, 4, 5, 60, 70]  # R01
+
+
+def upto(n: int, first: int = 1) -> list[int]:
+    """n tokens in a row."""
+    return list(range(first, first + n))
+
 
 class Garden:
     """Every call is followed by the audit.
 
-    free: (tokens, states). grid: what junctions are floored to.
+    free: (tokens, states). grid: what junctions are floored to. Other options are the tree's.
     """
 
-    def __init__(self, *, page=1, pages=128, slots=20, cap=None, grid=4):
+    def __init__(self, *, page=1, pages=128, slots=20, cap=None, grid=4, **options):
         self.pages, self.slots = Pool(pages, "page", 1), Pool(slots, "slot", 1)
-        self.tree = RadixTree(self.pages, page, self.slots, cap)
+        self.tree = RadixTree(self.pages, page, self.slots, cap, **options)
         self.page, self.grid = page, grid
 
     @property

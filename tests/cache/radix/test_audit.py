@@ -108,11 +108,11 @@ def locked_node_evicted(g):
 
 
 def state_out_of_order(g):
-    g.tree.state_order.discard(g.node([7, 8]))
+    g.tree.state_order._members.discard(g.node([7, 8]))
 
 
 def tombstone_in_order(g):
-    g.tree.state_order.touch(Node(g.tree.root, b"", 0, [], None))
+    g.tree.state_order._members.add(Node(g.tree.root, b"", 0, [], None))
 
 
 def leaf_out_of_order(g):
@@ -125,6 +125,10 @@ def inner_node_in_order(g):
 
 def used_without_notice(g):
     g.node([7, 8]).used = 999
+
+
+def state_used_without_notice(g):
+    g.node([7, 8]).state_used = 999
 
 
 def evictable_miscounted(g):
@@ -166,6 +170,7 @@ def tracked_without_request(g):
         (leaf_out_of_order, "I-27: the order of leaves"),
         (inner_node_in_order, "I-27: the order of leaves"),
         (used_without_notice, "I-27: leaf at 2 would never be evicted"),
+        (state_used_without_notice, "I-27: state at 2 would never be evicted"),
         (evictable_miscounted, "I-27: Ledger"),
         (protected_miscounted, "I-27: Ledger"),
         (tracked_without_request, "I-10: slots tracked or of a request"),

@@ -6,6 +6,7 @@ import torch
 
 from cache.leases import Lower
 from kimi_mini import SamplingParams
+from kimi_mini.serving.caches import CacheOptions
 from kimi_mini.serving.control import CacheControl
 from tests.kimi_mini.serving.alone import oracle_engine
 from tests.kimi_mini.serving.reuse import checkpoints
@@ -85,6 +86,31 @@ def test_a_named_boundary_is_floored_to_the_page_and_kept(named, kept):
     for boundary in kept:
         hit = hit_of(served, [*PROMPT[:boundary], 9])
         assert hit.joint == boundary
+
+
+def test_where_a_named_boundary_is_kept_is_told():
+    """Decision 31. Below a hit nothing is computed, so nothing is kept that is not there."""
+    served = engine()
+    named = CacheControl(checkpoint_at=[37, 15, 5000, 64])
+
+    def told(control=named):
+        (output,) = served.generate([PROMPT], SamplingParams(max_tokens=1), control)
+        return output.outputs[0].checkpoint_at
+
+    assert told(None) == {}
+    assert told() == {37: None, 15: None, 5000: None, 64: 64}
+    served.cache.clear()
+    assert told() == {37: 32, 15: None, 5000: None, 64: 64}
+    assert told() == {37: 32, 15: None, 5000: None, 64: 64}
+
+
+def test_rules_without_named_boundaries_refuse_them():
+    rules = dict(prefix_cache="radix", cache_options=CacheOptions(compat="sglang"))
+    served = oracle_engine(state_slots=12, kv_pages=60, **rules)
+    with pytest.raises(
+        ValueError, match="checkpoint_at is given, but the rules of compat 'sglang'"
+    ):
+        served.generate([PROMPT], None, CacheControl(checkpoint_at=[32]))
 
 
 def test_a_boundary_named_in_what_is_read_already_is_no_trouble():
