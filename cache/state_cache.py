@@ -10,7 +10,8 @@ blocks) fill in the hooks at the end. One step:
       cancel(plan)                      its tokens will not run: what the plan took is given back
       ...                               run the plans' copies, then the model
       commit(lease, ..) → copies        the tokens have run; run the returned copies at once
-    end_step()                          keys registered in the step become live
+    end_step()                          what the step has registered is there for all (a manager may
+                                        have it there from the commit on, as the tree does)
 
     finish / abort / preempt (lease)    give everything back; in or between steps
     abandon                             after a call that was cut short: end all leases and the step
@@ -97,7 +98,7 @@ class StateCache(ABC):
         self._in_step = True
 
     def end_step(self) -> None:
-        """Close the step: its registrations become live, copy sources and late columns are let go.
+        """Close the step: its registrations are live, copy sources and late columns are let go.
         ContractError while a plan is neither committed nor cancelled."""
         self._require(self._in_step, "end_step: no step is open")
         flying = [lease.request.name for lease in self._leases if lease.plan]
