@@ -125,7 +125,9 @@ def test_without_a_buffer_the_engine_exports_nothing():
 
 def test_pieces_that_can_never_leave_a_checkpoint_are_warned_of():
     """The engine's tracked strategies keep one of a piece of the grid or longer, or none."""
-    with pytest.warns(UserWarning, match=r"the checkpoint grid \(192 .* at most 191.*keep no checkpoint"):
+    with pytest.warns(
+        UserWarning, match=r"the checkpoint grid \(192 .* at most 191.*keep no checkpoint"
+    ):
         built("radix", page=48, compat="sglang", largest_piece=191)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

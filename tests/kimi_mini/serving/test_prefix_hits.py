@@ -187,7 +187,7 @@ def test_checkpoints_stay_what_they_were_while_many_read_them_and_go_on(rules):
 IDENTICAL = [
     Case(rules, page, grid, math.lcm(page, grid, 16))
     for i, rules in enumerate(RULES)
-    for page, grid in [(1, GRIDS[i % 3]), (1, 64), (16, 48), (48, 64)]
+    for page, grid in [(1, GRIDS[i % 3]), (16, 48), (48, 64)]
     if page in pages_of(rules)
 ]
 TAILS = (1, 5, 16)  # tokens behind the last cut: the prompt ends on it, off a page, on a page
@@ -224,7 +224,7 @@ def assert_same_bits(hit: Run, cold: Run) -> None:
     "case, tail", [(case, TAILS[i % 3]) for i, case in enumerate(IDENTICAL)], ids=str
 )
 def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case, tail):
-    """A, B, A, A without reading, A, and another that parts from A at the boundary."""
+    """A, B, A without reading, A, and another that parts from A at the boundary."""
     cut = 2 * case.piece
     prompt, other = tokens(1, cut + tail), tokens(2, case.piece + 7)
     branch = [*prompt[:cut], *tokens(3, 9)]
@@ -235,8 +235,8 @@ def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case, tail):
         for ids in (prompt, other, branch)
     }
     wanted = [
-        (prompt, 0, {}), (other, 0, {}), (prompt, cut, {}), (prompt, 0, {"skip_read": True}),
-        (prompt, cut, {}), (branch, cut, {}), (branch, cut, {}),
+        (prompt, 0, {}), (other, 0, {}), (prompt, 0, {"skip_read": True}), (prompt, cut, {}),
+        (branch, cut, {}),
     ]  # fmt: skip
     for ids, hit, control in wanted:
         got = watched(witness, ids, greedy(4), **control)
@@ -287,17 +287,16 @@ def copy_of_one_layer(engine: Engine) -> None:
 
 
 def one_boundary_off(engine: Engine) -> None:
-    restore = engine.cache._restore
+    take_slot = engine.cache._take_slot
 
     def off(lease):
-        wait = restore(lease)
+        take_slot(lease)
         if lease.copies:
             above = (node.state for node in lease.receipt.node.parent.path())
             state = next((state for state in above if state is not None), lease.copies[0].source)
             lease.copies = (lease.copies[0]._replace(source=state),)
-        return wait
 
-    engine.cache._restore = off
+    engine.cache._take_slot = off
 
 
 def live_slot_published(engine: Engine) -> None:

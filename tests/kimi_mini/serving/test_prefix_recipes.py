@@ -201,6 +201,27 @@ def test_br11_nothing_is_found_of_what_was_never_computed(strategy):
     assert served.reuse(prompt) >= 64
 
 
+def test_br11_a_state_whose_copy_has_failed_is_not_found():
+    """Without a buffer the bytes come after the entry, within the step."""
+    served = Served(Rules("no_buffer"), page=1, prefill_chunk=32)
+    executor = served.engine.executor
+    copy = executor.copy
+
+    def fail(copies):
+        if list(copies):
+            raise MemoryError
+
+    executor.copy = fail
+    request = served.add(P)
+    with pytest.raises(MemoryError):
+        served.engine.step()
+    assert checkpoints(served.engine) == []
+    executor.copy = copy
+    served.run(request)
+    assert served.reuse([*P[:32], *X]) == 32
+    assert_all_comes_back(served.engine)
+
+
 def states_of_p() -> Served:
     """Checkpoints of P at 32 and 64, the latter the older, and more below it."""
     served = Served(state_chunk=32, prefill_chunk=32)
@@ -355,13 +376,14 @@ def test_br17_a_prompt_of_whole_pages_hits():
 
 
 def test_br41_a_hit_makes_its_own_state_recent_and_no_other():
-    """Seven slots: six checkpoints and who runs. Chats of three pages leave three each."""
+    """Seven slots: six checkpoints and who runs. Chats of three pages leave three each; those of C
+    are named, since the grid's would push nobody out (BR-47)."""
     served = Served(state_slots=7, state_chunk=16, prefill_chunk=16)
     a, b, c = (fresh(seed, 49) for seed in (1, 2, 3))
     served.reuse(a, 1), served.reuse(b, 1)
     assert checkpoints(served.engine) == [16, 16, 32, 32, 48, 48]
     assert [served.reuse(a, 1) for _ in range(3)] == [48] * 3
-    served.reuse(c, 1)
+    served.reuse(c, 1, checkpoint_at=(16, 32))
     left = {path: node.state is not None for path, node in nodes(served.engine).items()}
     kept = {(("a", "b", "c")[[a[0], b[0], c[0]].index(t[0])], len(t)) for t in left if left[t]}
     assert kept == {("a", 48), ("b", 32), ("b", 48), ("c", 16), ("c", 32), ("c", 48)}
@@ -376,15 +398,24 @@ def test_br41_a_split_leaves_the_times_of_states_alone():
     assert list(garden.tree.state_order) == [older, newer]
 
 
-def test_br47_a_long_prompt_with_a_cap_on_its_path_does_not_push_a_hot_prefix_out():
-    """Without one it does: the default is the engine's."""
-    served = Served(state_slots=8, state_chunk=64, prefill_chunk=64, max_states_per_path=4)
+def test_br47_a_long_prompt_does_not_push_a_hot_prefix_out():
+    """Where slots are short its own oldest checkpoints go, and a spaced few stay."""
+    served = Served(state_slots=8, state_chunk=64, prefill_chunk=64)
     hot, long = fresh(1, 70), fresh(2, 1024)
     assert [served.reuse(hot, 1) for _ in range(6)] == [0] + [64] * 5
     served.reuse(long, 1)
+    assert checkpoints(served.engine) == [64, 768, 832, 896, 960, 1008, 1024]
     assert served.reuse(hot, 1) == 64
-    assert checkpoints(served.engine)[-4:] == [896, 960, 1008, 1024]
     assert served.reuse(long, 1) == 1008
+
+
+def test_br47_answers_do_not_push_a_hot_prefix_out_either():
+    """Snapshots of decode: one that evicts a request, a second one only into what is free."""
+    served = Served(state_slots=16)
+    hot = fresh(1, 70)
+    assert [served.reuse(hot, 1) for _ in range(2)] == [0, 64]
+    served.run(*(served.add(fresh(10 + i, 10), 40) for i in range(6)))
+    assert served.reuse(hot, 1) == 64
 
 
 def test_br71_what_was_found_and_not_used_counts_as_a_miss():
