@@ -58,3 +58,107 @@ def piece_checkpoint(start: int, end: int, grid: Grids, junction: int | None = N
     if junction is not None and start < junction < limit and (junction - start) % grid.chunk == 0:
         return junction
     return boundary
+
+
+# where a prefill of state blocks stops, and what it exports from inside (serving 4.7, 4.8)
+
+
+class ChunkRule(NamedTuple):
+    """What decides where pieces of prefill end when states live in blocks, in tokens.
+
+    block             B, a state block: the state after a piece is kept at its multiples
+    unit              h, the hash unit
+    hits              what hits are aligned to: h if they may end inside a block, else the
+                      scheduler block
+    limit             Q, the configured largest piece (not what is left of a step); None: no limit
+    export_alignment  of states from inside a piece, counted from its start; None: none are exported
+    lookahead         tokens that drafting needs beyond a hit
+    eagle             a hit gives up its last unit
+    exact_junction    a junction is a stop itself, not floored to blocks from the piece's start
+    """
+
+    block: int
+    unit: int
+    hits: int
+    limit: int | None = None
+    export_alignment: int | None = None
+    lookahead: int = 0
+    eagle: bool = False
+    exact_junction: bool = False
+
+    def resend_boundary(self, tokens: int, unit: int) -> int:
+        """P(tokens; unit) under this rule."""
+        return resend_boundary(tokens, unit, lookahead=self.lookahead, eagle=self.eagle)
+
+
+def resend_boundary(tokens: int, unit: int, *, lookahead: int = 0, eagle: bool = False) -> int:
+    """P(n; u): the highest multiple of `unit` at which a resend of the same n tokens can resume.
+
+        max(0, floor((n - max(1, lookahead)) / u) u)      with EAGLE  max(0, floor(n / u) u - u)
+
+    One token must run (I-03), or as many as drafting looks ahead; EAGLE drops the last unit of what
+    it finds, so the state has to wait one unit lower.
+    """
+    if eagle:
+        return max(0, floored(tokens, unit) - unit)
+    return max(0, floored(tokens - max(1, lookahead), unit))
+
+
+def chunk_end(
+    rule: ChunkRule, start: int, want: int, *, prompt: int, tokens: int, junction: int | None = None
+) -> int:
+    """End of the piece that starts at `start` and would like `want` tokens (serving 4.7).
+
+    prompt: length of the prompt; tokens: with what was sampled before a preemption. `start` itself:
+    no piece, because the budget is below a block and a larger one would do. Decode is not clipped.
+    """
+    end, prefill_end = start + want, max(prompt, tokens - 1)
+    if start >= prefill_end:
+        return end
+    if end < prefill_end:
+        aligned = floored(end, rule.block)
+        if aligned > start or rule.limit is None or rule.block <= rule.limit:
+            end = max(start, aligned)
+    stops = []
+    if end < prefill_end or inner_checkpoint(rule, start, end) is None:
+        next_block = -(-start // rule.block) * rule.block
+        last = rule.resend_boundary(tokens, rule.block)
+        tail = rule.resend_boundary(prompt, rule.hits)
+        stops = [next_block, last, *((tail,) if tail > last else ())]
+    if junction is not None:
+        into = junction - start
+        stops.append(start + (into if rule.exact_junction else floored(into, rule.block)))
+    return min((stop for stop in stops if start < stop < end), default=end)
+
+
+class InnerCheckpoint(NamedTuple):
+    """A state exported from inside a piece: its boundary, tokens after the piece's start, and the
+    column of the state row whose block receives it."""
+
+    boundary: int
+    offset: int
+    column: int
+
+
+def inner_checkpoint(rule: ChunkRule, start: int, end: int) -> InnerCheckpoint | None:
+    """The one state that the piece [start, end) exports; None if it cannot (serving 4.8).
+
+    It goes to the column before the last, wherever the boundary itself lies.
+    """
+    boundary = rule.resend_boundary(end, rule.hits)
+    if not can_export(rule, start, end, boundary):
+        return None
+    return InnerCheckpoint(boundary, boundary - start, -(-end // rule.block) - 2)
+
+
+def can_export(rule: ChunkRule, start: int, end: int, boundary: int) -> bool:
+    """Whether [start, end) has a column of its own for a state at `boundary`, and the backend can
+    read it there."""
+    alignment = rule.export_alignment
+    return (
+        alignment is not None
+        and start % rule.unit == 0
+        and -(-end // rule.block) - 2 > (start - 1) // rule.block  # a column the piece adds
+        and start + rule.unit <= boundary < end
+        and (boundary - start) % alignment == 0
+    )

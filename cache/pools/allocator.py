@@ -11,7 +11,7 @@ state at any time. A method checks all its indices before it changes the first.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
 from operator import index as plain
@@ -60,7 +60,7 @@ class Allocator:
 
     def _fill(self) -> None:
         self._states[1:] = [Ownership.FREE] * self.size
-        self._free = deque(range(1, self.size + 1))
+        self._free = OrderedDict.fromkeys(range(1, self.size + 1))
         self._counts = dict.fromkeys(Ownership, 0)
         self._counts |= {Ownership.FREE: self.size, Ownership.RESERVED: 1}
 
@@ -102,8 +102,18 @@ class Allocator:
             )
         if count > len(self._free):
             return None
-        taken = [self._free.popleft() for _ in range(count)]
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         self._move(taken, state)
+        return taken
+
+    def take(self, indices: Iterable[int], state: Ownership = Ownership.ACTIVE) -> list[int]:
+        """free → active, tracked or inflight, these very indices: for whoever keeps the order of
+        reuse in books of its own. OwnershipError if one is not free."""
+        if state not in PRIVATE:
+            raise ValueError(f"take takes one of {', '.join(PRIVATE)}, got {state}")
+        taken = self._arrow("take", indices, (Ownership.FREE,), state)
+        for index in taken:
+            del self._free[index]
         return taken
 
     def donate(self, indices: Iterable[int]) -> None:
@@ -147,7 +157,7 @@ class Allocator:
         free = [i for i in range(1, self.size + 1) if states[i] is Ownership.FREE]
         for index in free:  # those that were free, too: perhaps only half given back
             self._generations[index] += 1
-        self._states, self._free = states, deque(free)
+        self._states, self._free = states, OrderedDict.fromkeys(free)
         self._counts = {state: states.count(state) for state in Ownership}
         return free
 
@@ -155,8 +165,6 @@ class Allocator:
         """I-10 and I-11 as far as this list alone can tell: one sentence a violation."""
         faults = []
         free = set(self._free)
-        if len(free) != len(self._free):
-            faults.append(f"I-10: the free list names a {self.unit} twice: {[*self._free]}")
         marked = {i for i, state in enumerate(self._states) if state is Ownership.FREE}
         if free != marked:
             faults.append(f"I-10: {self.unit} in free list or free, not both: {free ^ marked}")
@@ -175,10 +183,10 @@ class Allocator:
         given = self._arrow(verb, indices, allowed, Ownership.FREE)
         for index in given:
             self._generations[index] += 1
+        self._free.update(dict.fromkeys(given))
         if self.newest_first:
-            self._free.extendleft(reversed(given))
-        else:
-            self._free.extend(given)
+            for index in reversed(given):
+                self._free.move_to_end(index, last=False)
         return given
 
     def _arrow(

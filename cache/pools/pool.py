@@ -72,6 +72,10 @@ class Pool:
         """As `Allocator.alloc`; contents are whatever was there."""
         return self.allocator.alloc(count, state)
 
+    def take(self, indices: Iterable[int], state: Ownership = Ownership.ACTIVE) -> None:
+        """As `Allocator.take`; contents are whatever was there."""
+        self.allocator.take(indices, state)
+
     def free(self, indices: Iterable[int]) -> None:
         """As `Allocator.free`."""
         self._given_back(self.allocator.free(indices))

@@ -238,24 +238,19 @@ def a_slot_is_received_that_nobody_sends(w):
     w.slot.alloc(1, Ownership.INFLIGHT)
 
 
-@damage(r"I-10: the free list names a slot twice: \[3, 4, 4\]")
-def the_free_list_names_a_slot_twice(w):
-    w.slots._free.append(4)
-
-
 @damage(r"I-10: slot in free list or free, not both: \{1\}")
 def the_free_list_names_an_owned_slot(w):
-    w.slots._free.append(1)
+    w.slots._free[1] = None
 
 
 @damage(r"I-10: slot in free list or free, not both: \{3\}")
 def the_free_list_has_lost_a_slot(w):
-    w.slots._free.popleft()
+    w.slots._free.popitem(last=False)
 
 
 @damage(r"I-10: slot in free list or free, not both: \{99\}")
 def the_free_list_names_what_there_is_not(w):
-    w.slots._free.append(99)
+    w.slots._free[99] = None
 
 
 @damage(r"I-10: slot in free list or free, not both: \{1\}")
@@ -271,7 +266,7 @@ def a_count_is_off(w):
 @damage("I-10: slot counts .* against a recount")
 def a_second_slot_is_reserved(w):
     w.slots._states[3] = Ownership.RESERVED
-    w.slots._free.remove(3)
+    del w.slots._free[3]
 
 
 @damage("I-11: slot 0 is active, not reserved")
@@ -281,7 +276,7 @@ def the_sink_is_owned(w):
 
 @damage("I-11: slot 0 is in the free list")
 def the_sink_is_about_to_be_handed_out(w):
-    w.slots._free.appendleft(0)
+    w.slots._free[0] = None
 
 
 @damage("I-13: slot 4 was written while it was free")

@@ -71,7 +71,7 @@ def test_reclaim_makes_the_books_anew_from_what_is_cached():
     """Whatever they said: here they are torn in every way."""
     allocator, at = in_each_state()
     handles = {state: allocator.handle(i) for state, i in at.items() if state is not FREE}
-    allocator._free.extend([at[ACTIVE], at[ACTIVE], 0])
+    allocator._free.update({at[ACTIVE]: None, 0: None})
     allocator._counts[TRACKED] = 7
     allocator._states[at[INFLIGHT]] = FREE  # its generation has not followed yet
     for _ in range(2):

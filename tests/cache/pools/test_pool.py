@@ -190,6 +190,6 @@ def test_bytes_are_counted_by_state_and_without_tensors_too():
 def test_the_audit_of_a_pool_reads_no_memory_that_is_not_there():
     """A free list that names what does not exist is a fault to report, not one to fall over."""
     pool = make_pool()
-    pool.allocator._free.append(99)
+    pool.allocator._free[99] = None
     (fault,) = pool.audit()
     assert "99" in fault
