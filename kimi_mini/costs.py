@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from cache.policy.cost_model import CostModel
+from cache.policy.cost_model import (
+    CostModel,
+    PrefixFlops,
+    best_interval,
+    break_even,
+    interval_for_budget,
+    mean_replay,
+)
 from cache.pools.storage import Sizes
 from kimi_mini.batch import state_form
 from kimi_mini.config import KimiConfig
@@ -75,3 +82,70 @@ def cost_model(config: KimiConfig, dtype: torch.dtype = torch.bfloat16) -> CostM
         flops=2 * used_parameters(config),
         attention_flops=len(config.mla_layer_ids) * config.num_attention_heads * head * 2,
     )
+
+
+def prefix_flops(config: KimiConfig) -> PrefixFlops:
+    """FLOPs of a prefix, as eviction weighs them (serving 4.11): parameters; 8 for each number of the
+    state (decay, read, write, output); scores and values of latent attention."""
+    kda, model = config.linear_attn_config, cost_model(config)
+    state = len(config.kda_layer_ids) * kda.num_heads * kda.head_dim**2
+    return PrefixFlops(model.flops + 8 * state, model.attention_flops // 2)
+
+
+def checkpoint_forms(config: KimiConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of one checkpoint by the numbers that its recurrent state is kept in."""
+    kept = checkpoint_bytes(config, dtype)
+    running = "float64" if dtype == torch.float64 else "float32"
+    return {
+        running: kept.full,
+        "bfloat16": kept.half,
+        "int8": kept.int8,
+        "int8, bfloat16 scales": kept.int8_half_scale,
+    }
+
+
+def break_even_tokens(config: KimiConfig, dtype: torch.dtype) -> dict[str, float] | None:
+    """For each form the tokens whose latent rows weigh as much; None for a model without rows."""
+    row, forms = cost_model(config, dtype).row_bytes, checkpoint_forms(config, dtype)
+    return {form: break_even(size, row) for form, size in forms.items()} if row else None
+
+
+class Density(NamedTuple):
+    """Checkpoints of one path at one interval: bytes as they run, bytes at rest in int8, and how
+    many times the path's latent rows the former weigh; None for a model without rows."""
+
+    checkpoints: int
+    bytes: int
+    int8_bytes: int
+    of_rows: float | None
+
+
+def density(config: KimiConfig, dtype: torch.dtype, path: int, interval: int) -> Density:
+    """Checkpoints at all multiples of `interval` on a path (the second table of serving 8.1)."""
+    kept, rows = checkpoint_bytes(config, dtype), path * cost_model(config, dtype).row_bytes
+    count = path // interval
+    full = count * kept.full
+    return Density(count, full, count * kept.int8, full / rows if rows else None)
+
+
+class Interval(NamedTuple):
+    """Where checkpoints on one path should be (serving 8.3), in tokens. best: None for a path that
+    no boundary of the grid is on, and so mean_replay, what a hit replays on average. within_rows:
+    the smallest at which they weigh no more than the path's rows; None if not even one does."""
+
+    best: int | None
+    mean_replay: float | None
+    within_rows: int | None
+
+
+def interval(
+    config: KimiConfig, dtype: torch.dtype, path: int, grid: int, *, hits: float, price: float
+) -> Interval:
+    """hits: of the path, an hour. price: FLOPs that a byte kept for an hour is worth."""
+    kept, model = checkpoint_bytes(config, dtype).full, cost_model(config, dtype)
+    rows = path * model.row_bytes
+    within_rows = interval_for_budget(kept, path, rows) if rows >= kept else None
+    if path < grid:
+        return Interval(None, None, within_rows)
+    best = best_interval(path=path, grid=grid, holding=price * kept, replay=hits * model.flops)
+    return Interval(best, mean_replay(best, grid), within_rows)

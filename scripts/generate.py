@@ -24,12 +24,13 @@ from collections.abc import Iterator, Sequence
 
 from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.serving import options
-from kimi_mini.serving.conversation import Conversation
+from kimi_mini.serving.conversation import read_turns, turn_by_turn
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.report import Progress, cache_line, closing_line, report
 from kimi_mini.serving.request import Prompt, Request
 
 SAMPLE_PROMPT = "A prefix is pages you can cut and a state you cannot. "
+Rounds = Iterator[list[Request]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,24 +50,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("--logprobs and --prompt-logprobs are shown with --json only")
     if args.turns and (args.repeat > 1 or len(args.prompts or ()) > 1 or (args.n or 1) > 1):
         raise UserError("--turns is one conversation: no --repeat, one prompt at most, --n 1")
+    args.turns = args.turns and read_turns(args.turns)
     return args
 
 
-def rounds(
-    args: argparse.Namespace, engine: Engine, prompts: list[Prompt]
-) -> Iterator[list[Request]]:
+def rounds(args: argparse.Namespace, engine: Engine, prompts: list[Prompt]) -> Rounds:
     """Requests that run at once, round after round."""
     params, control = options.sampling_params(args), options.cache_control(args)
-    if args.turns is None:
-        for _ in range(args.repeat):
-            yield engine.prepare(prompts or [SAMPLE_PROMPT], params, control)
-        return
-    start = [engine.opened.encode(p) if isinstance(p, str) else p for p in prompts]
-    talk = Conversation(engine.opened, *start)
-    for line in args.turns.read_text("utf-8", errors="surrogateescape").splitlines():
-        (request,) = engine.prepare([talk.ask(line)], params, control)
-        yield [request]
-        talk.hear(request.output().outputs[0])
+    if args.turns:
+        return turn_by_turn(engine, prompts, args.turns, params, control)
+    return (engine.prepare(prompts or [SAMPLE_PROMPT], params, control) for _ in range(args.repeat))
 
 
 def show(engine: Engine, requests: list[Request]) -> int:
@@ -95,6 +88,25 @@ def show(engine: Engine, requests: list[Request]) -> int:
     return failed
 
 
+def print_json(model: str, engine: Engine, asked: Rounds) -> int:
+    """All rounds as one object. A round that is refused is raised, and is the `error` behind those
+    that have run before it. 2 if a sample has failed."""
+    outputs, refused = [], {}
+    try:
+        for requests in asked:
+            for _ in engine.run(requests):
+                pass
+            outputs += [request.output() for request in requests]
+    except ValueError as error:
+        if not outputs:
+            raise
+        refused = {"error": str(error)}
+    print(json.dumps({"model": model} | report(engine, outputs) | refused, allow_nan=False))
+    if refused:
+        raise UserError(refused["error"])
+    return 2 if any(own.error for output in outputs for own in output.outputs) else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     prompts = [given.read() for given in args.prompts or ()]
@@ -102,13 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.cache_control(args)
     engine = options.open_engine(args)
     if args.json:
-        outputs = []
-        for requests in rounds(args, engine, prompts):
-            for _ in engine.run(requests):
-                pass
-            outputs += [request.output() for request in requests]
-        print(json.dumps({"model": args.model} | report(engine, outputs), allow_nan=False))
-        return 2 if any(own.error for output in outputs for own in output.outputs) else 0
+        return print_json(args.model, engine, rounds(args, engine, prompts))
     print(*engine.opened.notes, sep="\n", file=sys.stderr)
     failed = sum(show(engine, requests) for requests in rounds(args, engine, prompts))
     print(closing_line(engine))

@@ -5,8 +5,8 @@
     python scripts/replay_golden.py FILE FOLDER --level exact --json
 
 Levels: token (hits, chunk ends, statuses), shape (what is cached, counts, trees), exact (physical
-ids and orders). by_design: the engine does there what nobody should copy; the line says what. Exit
-code 1 if any scenario differs.
+ids and orders). by_design: the engine does there what nobody should copy; the line says what. A
+file that is no scenario, or cannot be driven, differs. Exit code 1 if any differs.
 """
 
 import sys
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.workbench import replay_sglang
-from kimi_mini.workbench.replay import Level, Status, Verdict
+from kimi_mini.workbench.replay import Level, Status, Verdict, replay_file
 
 ENGINES = {"sglang": replay_sglang.replay}
 
@@ -35,49 +35,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def scenarios(paths: Sequence[Path]) -> Iterator[tuple[Path, dict]]:
+def files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
-        if not files:
+        if not path.exists():
+            raise UserError(f"there is no file or folder {path}")
+        found = sorted(filter(Path.is_file, path.rglob("*.json"))) if path.is_dir() else [path]
+        if not found:
             raise UserError(f"there is no scenario (*.json) in {path}")
-        for file in files:
-            try:
-                scenario = json.loads(file.read_text("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{file} is not JSON: {error}") from None
-            missing = {"name", "engine", "config", "construct", "events", "observed"} - set(
-                scenario if isinstance(scenario, dict) else ()
-            )
-            if missing:
-                raise UserError(f"{file} is no scenario: it lacks {', '.join(sorted(missing))}")
-            yield file, scenario
-
-
-def judge(file: Path, scenario: dict, level: Level) -> Verdict:
-    engine = str(scenario["engine"]).partition(" ")[0]
-    if engine not in ENGINES:
-        raise UserError(f"{file} is of engine {engine!r}; there are {', '.join(ENGINES)}")
-    return ENGINES[engine](scenario, level)
+        yield from found
 
 
 def line(verdict: Verdict) -> str:
     text = f"{verdict.name} ({verdict.engine}): {verdict.status}"
+    place = "construct" if verdict.event is None else f"event {verdict.event}"
     if verdict.status is Status.DIFFERS:
-        place = "construct" if verdict.event is None else f"event {verdict.event}"
         return f"{text} at {place}, {verdict.field}: want {verdict.want}, got {verdict.got}"
-    return f"{text}: {verdict.field}"
+    if verdict.status is Status.OK:
+        return f"{text}, with a remark on {place}: {verdict.field}"
+    return f"{text} from {place} on: {verdict.field}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     level = Level[args.level.upper()]
-    verdicts = [judge(file, scenario, level) for file, scenario in scenarios(args.paths)]
+    verdicts = [replay_file(file, level, ENGINES) for file in [*files(args.paths)]]
     counts = Counter(verdict.status for verdict in verdicts)
     if args.json:
         print(json.dumps([verdict.as_json() for verdict in verdicts]))
     else:
         for verdict in verdicts:
-            if verdict.status is not Status.OK:
+            if verdict.status is not Status.OK or verdict.field:
                 print(line(verdict))
         summary = ", ".join(f"{counts[status]} {status}" for status in Status)
         print(f"{len(verdicts)} scenarios at level {args.level}: {summary}")

@@ -7,7 +7,8 @@
 A checkpoint is the recurrent and conv state of all KDA layers at one boundary. Break-even: tokens
 whose latent rows weigh as much. The best interval weighs bytes kept on a path of --path tokens
 against tokens replayed by hits (serving.md 8.3); prices are in replayed FLOPs, of which a byte kept
-for an hour is worth --flops-per-byte-hour.
+for an hour is worth --flops-per-byte-hour. "Of the rows": checkpoints as they run against the
+path's latent rows.
 """
 
 import sys
@@ -21,10 +22,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cache.policy.cost_model import best_interval, interval_for_budget, mean_replay
+from kimi_mini import costs
 from kimi_mini.cli import Parser, UserError, run
 from kimi_mini.config import PRESETS, KimiConfig, preset
-from kimi_mini.costs import checkpoint_bytes, cost_model
 from kimi_mini.dtypes import DTYPES
 
 DENSITIES = (64, 256, 4096, 8192, 16384, 65536)
@@ -57,35 +57,22 @@ def opened(name: str) -> KimiConfig:
 
 def figures(name: str, args: argparse.Namespace) -> dict:
     config, dtype = opened(name), getattr(torch, args.dtype)
-    kept, model = checkpoint_bytes(config, dtype), cost_model(config, dtype)
-    price = args.flops_per_byte_hour
-    interval = best_interval(
-        path=args.path,
-        grid=args.grid,
-        holding=price * kept.full,
-        replay=args.hits_per_hour * model.flops,
-    )
-    running = "float64" if args.dtype == "float64" else "float32"
-    forms = {running: kept.full, "bfloat16": kept.half, "int8": kept.int8}
+    kept, model = costs.checkpoint_bytes(config, dtype), costs.cost_model(config, dtype)
+    prices = {"hits": args.hits_per_hour, "price": args.flops_per_byte_hour}
+    found = costs.interval(config, dtype, args.path, args.grid, **prices)
     return {
         "model": name,
         "row_bytes": model.row_bytes,
         "recurrent_bytes": kept.recurrent,
         "conv_bytes": kept.conv,
-        "checkpoint_bytes": forms | {"int8, bfloat16 scales": kept.int8_half_scale},
-        "break_even_tokens": {form: size / model.row_bytes for form, size in forms.items()}
-        if model.row_bytes
-        else None,
+        "checkpoint_bytes": costs.checkpoint_forms(config, dtype),
+        "break_even_tokens": costs.break_even_tokens(config, dtype),
         "flops_per_token": model.flops,
-        "best_interval": interval,
-        "mean_replay": mean_replay(interval, args.grid),
-        "interval_within_rows": interval_for_budget(
-            kept.full, args.path, max(kept.full, args.path * model.row_bytes)
-        ),
-        "densities": {
-            every: {"checkpoints": args.path // every, "bytes": args.path // every * kept.full}
-            for every in DENSITIES
-        },
+        "flops_per_token_and_position": model.attention_flops,
+        "best_interval": found.best,
+        "mean_replay": found.mean_replay,
+        "interval_within_rows": found.within_rows,
+        "densities": {k: costs.density(config, dtype, args.path, k)._asdict() for k in DENSITIES},
     }
 
 
@@ -96,14 +83,23 @@ def show(f: dict, args: argparse.Namespace) -> None:
         even = (f["break_even_tokens"] or {}).get(form)
         worth = "" if even is None else f", as much as the rows of {even:,.1f} tokens"
         print(f"  checkpoint in {form}: {size:,} B{worth}")
-    print(f"  replay: {f['flops_per_token'] / 1e9:,.3f} GFLOP a token, without attention")
     print(
-        f"  path of {args.path:,}: best interval {f['best_interval']:,} (mean replay "
-        f"{f['mean_replay']:,.1f}); from {f['interval_within_rows']:,} on, checkpoints weigh no "
-        "more than the rows"
+        f"  replay: {f['flops_per_token'] / 1e9:,.3f} GFLOP a token, and "
+        f"{f['flops_per_token_and_position'] / 1e6:,.3f} MFLOP more for each one before it"
     )
-    kept = (f"{every:,}: {d['bytes'] / 1e9:,.3f} GB" for every, d in f["densities"].items())
-    print(f"  checkpoints on it, one every {'; '.join(kept)}")
+    best, within = f["best_interval"], f["interval_within_rows"]
+    found = f"no boundary on a grid of {args.grid:,}"
+    if best is not None:
+        found = f"best interval {best:,} (mean replay {f['mean_replay']:,.1f})"
+    weigh = "one checkpoint weighs more than the rows"
+    if within is not None:
+        weigh = f"from {within:,} on, checkpoints weigh no more than the rows"
+    print(f"  path of {args.path:,}: {found}; {weigh}")
+    print(f"  {'one every':>11} {'checkpoints':>12} {'GB':>12} {'int8 GB':>12} {'of the rows':>12}")
+    for every, d in f["densities"].items():
+        ratio = "-" if d["of_rows"] is None else f"{d['of_rows']:,.2f}"
+        sizes = f"{d['bytes'] / 1e9:12,.3f} {d['int8_bytes'] / 1e9:12,.3f}"
+        print(f"  {every:11,} {d['checkpoints']:12,} {sizes} {ratio:>12}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.boundaries import floored
 
@@ -26,20 +27,31 @@ class CostModel:
     flops: int
     attention_flops: int
 
-    @property
-    def break_even(self) -> float:
-        """Tokens whose latent rows weigh as much as one checkpoint; infinite without rows."""
-        return self.checkpoint_bytes / self.row_bytes if self.row_bytes else math.inf
 
-    def replay_flops(self, start: int, end: int) -> int:
-        """FLOPs of computing tokens start .. end-1 again; position p attends to p+1 rows."""
-        positions = (end * (end + 1) - start * (start + 1)) // 2
-        return (end - start) * self.flops + positions * self.attention_flops
+def break_even(checkpoint_bytes: int, row_bytes: int) -> float:
+    """Tokens whose latent rows weigh as much as one checkpoint; infinite without rows."""
+    return checkpoint_bytes / row_bytes if row_bytes else math.inf
 
-    def shortest_worthwhile(self, bandwidth: float, replay_rate: float) -> float:
-        """Tokens from which on restoring a checkpoint at `bandwidth` bytes/s beats replaying at
-        `replay_rate` tokens/s."""
-        return self.checkpoint_bytes * replay_rate / bandwidth
+
+class PrefixFlops(NamedTuple):
+    """FLOP(L) = linear L + quadratic L^2: of computing a prefix of L tokens from nothing."""
+
+    linear: int
+    quadratic: int
+
+    def of(self, tokens: int) -> int:
+        """FLOP(tokens)."""
+        return self.linear * tokens + self.quadratic * tokens**2
+
+
+def mamba_flops(*, mamba: int, attention: int, mlp: int, width: int, state: int) -> PrefixFlops:
+    """Of a hybrid with so many layers of each kind, width D and state size N (Marconi):
+
+    attention 8 L D^2 + 4 L^2 D     MLP 16 L D^2     Mamba1 12 L D^2 + 16 L D N + 10 L D
+    """
+    a_mamba = 12 * width**2 + 16 * width * state + 10 * width
+    linear = mamba * a_mamba + (8 * attention + 16 * mlp) * width**2
+    return PrefixFlops(linear, 4 * attention * width)
 
 
 def interval_cost(interval: int, *, path: int, grid: int, holding: float, replay: float) -> float:
@@ -53,11 +65,14 @@ def mean_replay(interval: int, grid: int) -> float:
 
 
 def best_interval(*, path: int, grid: int, holding: float, replay: float) -> int:
-    """The multiple of the grid with the least cost: one of the two beside K*, which is no longer
-    than the path."""
+    """The multiple of the grid with the least cost that is no longer than the path: one of the two
+    beside K*. ValueError for a path that is shorter than the grid."""
+    last = floored(path, grid)
+    if not last:
+        raise ValueError(f"a path of {path} tokens has no boundary on a grid of {grid}")
     ideal = math.sqrt(2 * holding * path / replay) if replay > 0 else math.inf
-    if ideal >= path:
-        return floored(path, grid) or grid
+    if ideal >= last:
+        return last
     below = max(grid, floored(int(ideal), grid))
     return min(
         (below, below + grid),

@@ -23,13 +23,16 @@ PREFIX_CACHES = ("none", "radix", "blocks")
 _TO_COME = ("blocks",)
 COMPAT = {"radix": ("sglang",)}
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class CacheOptions:
     """What a cache with reuse may be told; None: the cache's own default.
 
     compat               rules of an engine, to the letter ("sglang" for radix)
-    strategy             which tracked slots decode has (`radix.strategy`)
+    strategy             which tracked slots decode has (`radix.strategy`); "auto" is the engine's
+                         choice: no_buffer with pages of one token, else extra_buffer
     state_chunk          spacing of checkpoints in prefill (64)
     track_interval       spacing of checkpoints in decode
     max_states_per_path  cap on checkpoints of one path; -1: no cap
@@ -42,7 +45,7 @@ class CacheOptions:
     max_states_per_path: int | None = None
 
     def __post_init__(self) -> None:
-        names = [strategy.value for strategy in Strategy]
+        names = [*(strategy.value for strategy in Strategy), AUTO]
         if self.strategy is not None and self.strategy not in names:
             raise ValueError(f"strategy must be one of {', '.join(names)}; got {self.strategy!r}")
         for name in ("state_chunk", "track_interval"):
@@ -90,7 +93,7 @@ def build_cache(
         return PlainCache(storage, export_alignment=export_alignment)
     cap = options.max_states_per_path
     given = {
-        "strategy": options.strategy,
+        "strategy": _strategy(options.strategy, storage.page_tokens[0]),
         "state_chunk": options.state_chunk,
         "interval": options.track_interval,
         "path_cap": None if cap == -1 else cap,
@@ -109,3 +112,9 @@ def build_cache(
             stacklevel=2,
         )
     return cache
+
+
+def _strategy(name: str | None, page: int) -> str | None:
+    if name != AUTO:
+        return name
+    return Strategy.EXTRA_BUFFER if page > 1 else Strategy.NO_BUFFER

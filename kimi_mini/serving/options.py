@@ -45,7 +45,11 @@ ROOM = {
     "page": "latent rows a page",
 }
 CACHE = {  # the engine's names → `CacheOptions`
-    "mamba_radix_cache_strategy": ("strategy", str, "no_buffer, extra_buffer, extra_buffer_lazy"),
+    "mamba_radix_cache_strategy": (
+        "strategy",
+        str,
+        "no_buffer, extra_buffer, extra_buffer_lazy, auto",
+    ),
     "mamba_track_interval": ("track_interval", int, "tokens between checkpoints in decode"),
     "mamba_max_states_per_path": ("max_states_per_path", int, "checkpoints of a path; -1: no cap"),
     "state_chunk": ("state_chunk", int, "tokens between checkpoints in prefill (64)"),

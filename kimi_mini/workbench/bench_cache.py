@@ -11,12 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from cache.leases import CacheRequest, StepPlan
-from cache.pools.storage import Sizes, Storage, one_of_each
+from cache.pools.storage import Sizes, one_of_each
 from cache.radix.manager import RadixCache
-from cache.radix.tree import RadixTree
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from kimi_mini.serving.sampling_params import SamplingParams
 PAGE = 16
 KEY = 4096  # tokens of a key
 FAN_OUT = 10  # children of a node near the root
+PUBLISHED = 4  # states that a publisher leaves at most, its running one included
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -46,7 +48,7 @@ class FirstToken(NamedTuple):
 
 
 class IndexTimes(NamedTuple):
-    """Microseconds of one operation on keys of KEY tokens; medians."""
+    """Microseconds of one operation on keys of `KEY` tokens; medians."""
 
     nodes: int
     shape: str
@@ -58,6 +60,10 @@ class IndexTimes(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()
+
+
+OPERATIONS = IndexTimes._fields[2:]
+Operation = AbstractContextManager[Callable[[], object]]  # ready to be done, once
 
 
 def measure_first_token(
@@ -92,91 +98,117 @@ def _random_ids(engine: Engine, source: random.Random) -> Callable[[int], list[i
 
 
 def measure_index(nodes: int, shape: str, repeats: int, seed: int = 0) -> IndexTimes:
-    """Times of single operations on a tree of about `nodes` nodes.
-
-    shape: "bushy", every node has FAN_OUT children and one page, keys end in one long edge;
-    "chains", keys share their first pages and have a node for each page.
-    """
-    source = random.Random(seed)
-    keys = _bushy_keys(nodes, source) if shape == "bushy" else _chain_keys(nodes, source)
-    storage = _storage(2 * nodes + 64 * KEY // PAGE, 2 * nodes + 64)
-    cache = RadixCache(storage, state_chunk=PAGE)
-    tree = cache.tree
-    _grow(tree, storage, keys, shape == "chains")
-    count = sum(1 for _ in tree.nodes())
-    probes = [source.choice(keys) for _ in range(repeats)]
-    full = [[*key, *_page_tokens(source, KEY - len(key))] for key in probes]
-    match = _median_us(lambda key: tree.match(key), full)
-    insert = _median_us(
-        lambda args: tree.insert(args[0], args[1], args[2]),
-        [(key, storage.pages[0].alloc(KEY // PAGE), storage.states[0].alloc(1)[0]) for key in full],
-    )
-    halves = [probe[: KEY // 2] for probe in probes]
-    publish = statistics.median(_publish_us(cache, key, source) for key in halves)
-    evict_kv = _median_us(lambda _: tree.evict_kv(1), probes)
-    evict_state = _median_us(lambda _: tree.evict_states(1), probes)
-    return IndexTimes(count, shape, match, insert, publish, evict_kv, evict_state)
+    """Times of single operations on an `IndexBench` of about `nodes` nodes."""
+    bench = IndexBench(nodes, shape, repeats, seed)
+    count = sum(1 for _ in bench.tree.nodes())
+    times = {name: _median_us(getattr(bench, name), repeats) for name in OPERATIONS}
+    return IndexTimes(count, shape, **times)
 
 
-def _publish_us(cache: RadixCache, key: Sequence[int], source: random.Random) -> float:
-    """Microseconds of the commit that publishes a prompt of KEY tokens, its prefix `key` a hit."""
-    tokens = [*key, *_page_tokens(source, KEY - len(key)), 1]
-    cache.begin_step()
-    lease = cache.admit(CacheRequest("publisher", tokens))
-    plan = cache.plan(lease, len(tokens))
-    if not isinstance(plan, StepPlan):
-        raise RuntimeError(f"a pool without other users made a request wait: {plan}")
-    began = time.perf_counter()
-    cache.commit(lease, plan.end, [2])
-    seconds = time.perf_counter() - began
-    cache.abort(lease)
-    cache.end_step()
-    return seconds * 1e6
+def _median_us(ready: Callable[[], Operation], repeats: int) -> float:
+    """Of the call that `ready` hands out, over and over; getting ready is not counted."""
 
-
-def _grow(
-    tree: RadixTree, storage: Storage, keys: Sequence[Sequence[int]], every_page: bool
-) -> None:
-    """Insert keys, with a node at each page of each if asked for."""
-    for key in keys:
-        start = tree.match(key).kv_depth + PAGE if every_page else len(key)
-        for end in range(start, len(key) + 1, PAGE):
-            part = key[:end]
-            pages = storage.pages[0].alloc(end // PAGE)
-            tree.insert(part, pages, storage.states[0].alloc(1)[0])
-
-
-def _bushy_keys(nodes: int, source: random.Random) -> list[list[int]]:
-    """Keys of a FAN_OUT-ary tree of one page an edge, the shallow ones first."""
-    level: list[list[int]] = [[]]
-    keys: list[list[int]] = []
-    while len(keys) < nodes:
-        level = [[*key, *_page_tokens(source, PAGE)] for key in level for _ in range(FAN_OUT)]
-        keys += level
-    return keys[:nodes]
-
-
-def _chain_keys(nodes: int, source: random.Random) -> list[list[int]]:
-    """Keys of KEY tokens that part within the first pages, with FAN_OUT children a node there."""
-    heads = _bushy_keys(FAN_OUT + FAN_OUT**2, source)[FAN_OUT:]
-    count = max(1, nodes // (KEY // PAGE))
-    chosen = (heads[i % len(heads)] for i in range(count))
-    return [[*head, *_page_tokens(source, KEY - len(head))] for head in chosen]
-
-
-def _page_tokens(source: random.Random, count: int) -> list[int]:
-    return [source.randrange(1 << 17) for _ in range(count)]
-
-
-def _storage(pages: int, slots: int) -> Storage:
-    return one_of_each(Sizes(PAGE, 1, 1), slots, pages)
-
-
-def _median_us(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
     def seconds() -> Iterator[float]:
-        for argument in arguments:
-            began = time.perf_counter()
-            call(argument)
-            yield time.perf_counter() - began
+        for _ in range(repeats):
+            with ready() as call:
+                began = time.perf_counter()
+                call()
+                yield time.perf_counter() - began
 
     return statistics.median(seconds()) * 1e6
+
+
+class IndexBench:
+    """A tree of about `nodes` nodes, with room for each operation to be done `repeats` times.
+
+    shape: "bushy", every node has FAN_OUT children and one page, keys end in one long edge;
+    "chains", keys share their first pages and have a node for each page, so that one key alone
+    takes key / PAGE nodes. key: tokens of a key, whole pages.
+
+    Each operation makes itself ready, hands out the call that is to be measured, and clears up.
+    """
+
+    def __init__(self, nodes: int, shape: str, repeats: int, seed: int = 0, key: int = KEY) -> None:
+        self._random, self._key = random.Random(seed), key
+        keys = self._bushy_keys(nodes) if shape == "bushy" else self._chain_keys(nodes)
+        pages = key // PAGE
+        grown, more = max(nodes, pages), 2 * repeats + 1  # insert, publish; one key while it grows
+        sizes = Sizes(PAGE, row_bytes=1, slot_bytes=1)
+        self._storage = one_of_each(sizes, grown + PUBLISHED * more, grown + (pages + 1) * more)
+        self.cache = RadixCache(self._storage, state_chunk=PAGE)
+        self.tree = self.cache.tree
+        for path in keys:
+            self._grow(path, every_page=shape == "chains")
+        self._keys = keys
+
+    @contextmanager
+    def match(self) -> Iterator[Callable[[], object]]:
+        """Of a key that the tree has the beginning of."""
+        yield partial(self.tree.match, self._probe())
+
+    @contextmanager
+    def insert(self) -> Iterator[Callable[[], object]]:
+        """Of such a key, with all pages of its own."""
+        key = self._probe()
+        pages, slot = self._take(len(key))
+        yield partial(self.tree.insert, key, pages, slot)
+        if self.tree.peek(key).node.state != slot:  # there was one
+            self._storage.states[0].free([slot])
+
+    @contextmanager
+    def publish(self) -> Iterator[Callable[[], object]]:
+        """The commit that publishes a prompt of a key and one token, half of it a hit at most."""
+        half = self._random.choice(self._keys)[: self._key // 2]
+        tokens = [*half, *self._fresh(self._key - len(half)), 1]
+        self.cache.begin_step()
+        lease = self.cache.admit(CacheRequest("publisher", tokens))
+        plan = self.cache.plan(lease, len(tokens))
+        if not isinstance(plan, StepPlan):
+            raise RuntimeError(f"a pool without other users made a request wait: {plan}")
+        yield partial(self.cache.commit, lease, plan.end, [2])
+        self.cache.abort(lease)
+        self.cache.end_step()
+
+    @contextmanager
+    def evict_kv(self) -> Iterator[Callable[[], object]]:
+        """Of the oldest leaf."""
+        yield partial(self.tree.evict_kv, 1)
+
+    @contextmanager
+    def evict_state(self) -> Iterator[Callable[[], object]]:
+        """Of the oldest state."""
+        yield partial(self.tree.evict_states, 1)
+
+    def _grow(self, path: Sequence[int], *, every_page: bool) -> None:
+        """Insert a key, with a node at each page of it if asked for."""
+        start = self.tree.match(path).kv_depth + PAGE if every_page else len(path)
+        for end in range(start, len(path) + 1, PAGE):
+            self.tree.insert(path[:end], *self._take(end))
+
+    def _take(self, tokens: int) -> tuple[list[int], int]:
+        """Pages for so many tokens, and a slot."""
+        (slot,) = self._storage.states[0].alloc(1)
+        return self._storage.pages[0].alloc(tokens // PAGE), slot
+
+    def _probe(self) -> list[int]:
+        start = self._random.choice(self._keys)
+        return [*start, *self._fresh(self._key - len(start))]
+
+    def _bushy_keys(self, nodes: int) -> list[list[int]]:
+        """Keys of a FAN_OUT-ary tree of one page an edge, the shallow ones first."""
+        level: list[list[int]] = [[]]
+        keys: list[list[int]] = []
+        while len(keys) < nodes:
+            level = [[*key, *self._fresh(PAGE)] for key in level for _ in range(FAN_OUT)]
+            keys += level
+        return keys[:nodes]
+
+    def _chain_keys(self, nodes: int) -> list[list[int]]:
+        """Whole keys that part within the first pages, with FAN_OUT children a node there."""
+        heads = self._bushy_keys(FAN_OUT + FAN_OUT**2)[FAN_OUT:]
+        count = max(1, nodes // (self._key // PAGE))
+        chosen = (heads[i % len(heads)] for i in range(count))
+        return [[*head, *self._fresh(self._key - len(head))] for head in chosen]
+
+    def _fresh(self, count: int) -> list[int]:
+        return [self._random.randrange(1 << 17) for _ in range(count)]

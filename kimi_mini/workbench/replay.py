@@ -4,15 +4,31 @@ A driver makes the calls that a file's events stand for and describes what happe
 own words; this module compares the two, event by event, at one of three levels (the goldens'
 README): token (hits, chunk ends, statuses), shape (what is cached, counts, tree shape), exact
 (physical ids and orders).
+
+Files are other people's. One that cannot be driven, or an event that raises, is a difference with a
+message, and the other files still have theirs to be told.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache.pools.allocator import OwnershipError
+from kimi_mini.config_file import shown
+
+FORM = {
+    "name": str,
+    "engine": str,
+    "config": dict,
+    "construct": dict,
+    "events": list,
+    "observed": list,
+}
+WORDS = {str: "text", dict: "an object", list: "a list"}
 
 
 class Level(IntEnum):
@@ -42,7 +58,8 @@ class Difference(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """One scenario at one level. event: index of the event that differs, or of the cut."""
+    """One scenario at one level. event: index of the event that differs, or of the cut; None where
+    the construction differs. Of a scenario that is ok, event and field are a remark, if any."""
 
     name: str
     engine: str
@@ -55,6 +72,52 @@ class Verdict(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()
+
+
+Replay = Callable[[Mapping[str, Any], Level], Verdict]
+
+
+def replay_file(file: Path, level: Level, engines: Mapping[str, Replay]) -> Verdict:
+    """The verdict on one file, which has the file's path for a name if nothing of it could be
+    driven. engines: who replays it, by the first word of its engine."""
+    engine = "unknown"
+    try:
+        scenario = json.loads(file.read_text("utf-8"))
+        check_scenario(scenario)
+        engine = scenario["engine"]
+        kind = engine.partition(" ")[0]
+        if kind not in engines:
+            raise ValueError(f"there is no engine {kind!r}; there are {', '.join(engines)}")
+        return engines[kind](scenario, level)
+    except Exception as fault:
+        names = (str(file), engine, level.name.lower())
+        return Verdict(*names, Status.DIFFERS, None, "error", "absent", told(fault))
+
+
+def check_scenario(scenario: Any) -> None:
+    """ValueError unless it has the form that all scenarios share."""
+    lacks = sorted(FORM.keys() - (scenario.keys() if isinstance(scenario, dict) else ()))
+    if lacks:
+        raise ValueError(f"no scenario: it lacks {', '.join(lacks)}")
+    for key, kind in FORM.items():
+        _check_kind(key, scenario[key], kind)
+    events, observed = scenario["events"], scenario["observed"]
+    if len(events) != len(observed):
+        raise ValueError(f"no scenario: {len(events)} events, {len(observed)} of them observed")
+    for i, (event, seen) in enumerate(zip(events, observed, strict=True)):
+        _check_kind(f"event {i}", event, dict)
+        _check_kind(f"op of event {i}", event.get("op"), str)
+        _check_kind(f"what was observed of event {i}", seen, dict)
+
+
+def _check_kind(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"no scenario: {name} must be {WORDS[kind]}, got {shown(value)}")
+
+
+def told(fault: Exception) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(fault).__name__}: {fault}".split())
 
 
 def first_difference(
@@ -108,7 +171,10 @@ def compare(
         except Incomparable as beyond:
             return Verdict(*names, Status.BY_DESIGN, i, str(beyond))
         except (AssertionError, OwnershipError) as fault:
-            return Verdict(*names, Status.DIFFERS, i, "our own invariants", "all hold", str(fault))
+            return Verdict(*names, Status.DIFFERS, i, "our own invariants", "all hold", told(fault))
+        except Exception as fault:  # the event's fault or ours, but never the other scenarios'
+            error = want.get("error", "absent")
+            return Verdict(*names, Status.DIFFERS, i, "error", error, told(fault))
         if cut is not None and i >= cut:
             continue
         found = first_difference(want, got, level, levels)

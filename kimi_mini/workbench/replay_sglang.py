@@ -62,15 +62,19 @@ def replay(scenario: Mapping[str, Any], level: Level) -> Verdict:
         return Verdict(*names, Status.DIFFERS, None, *found)
     verdict = compare(scenario, driver.observe, level, LEVELS, abort_at(scenario), ABORTS)
     if verdict.status is Status.OK and driver.leaks:
-        return verdict._replace(status=Status.BY_DESIGN, field=LEAKS)
+        return verdict._replace(event=driver.leaks[0], field=LEAKS)
     return verdict
 
 
 def abort_at(scenario: Mapping[str, Any]) -> int | None:
-    """The event at which the engine's process would have ended; None if it lives to the end."""
+    """The event at which the engine's process would have ended; None if it lives to the end.
+    ValueError if the tag says that it ended and no event does."""
     if "engine_abort" not in scenario.get("tags", ()):
         return None
-    return next(i for i, seen in enumerate(scenario["observed"]) if _has_abort(seen))
+    ended = next((i for i, seen in enumerate(scenario["observed"]) if _has_abort(seen)), None)
+    if ended is None:
+        raise ValueError("the tag engine_abort is there, but no event has an exception")
+    return ended
 
 
 def _has_abort(seen: Any) -> bool:
@@ -119,7 +123,8 @@ class Driver:
         self.executor = NullExecutor(storage)
         self.leases: dict[str, RadixLease] = {}
         self.receipts: dict[str, Receipt] = {}
-        self.leaks: list[Receipt] = []  # locks that the engine would have lost
+        self.driven = 0  # events so far
+        self.leaks: list[int] = []  # those at which the engine would have lost a lock
         self.unlocked: dict[str, Node] = {}  # where requests came in without a lock
         self.node: Node = self.tree.root  # of the last match or insert
         self.matched: list[int] = []  # its pages
@@ -148,6 +153,7 @@ class Driver:
         self._lock_again(*self.unlocked)
         self.cache.audit()
         self._unlock_again()
+        self.driven += 1
         return result | self._books()
 
     def _lock_again(self, *ids: str | None) -> None:
@@ -207,7 +213,8 @@ class Driver:
         if not state and count:
             self.kv.free(fresh)
             raise Refused("an insert without a state")
-        done = self.tree.insert(tokens, pages, slots[0], owned=owned_tokens, salt=salt)
+        own = len(owned) * self.page
+        done = self.tree.insert(tokens, pages, slots[0], owned=own, salt=salt)
         if done.refused and state:
             self.states.free(slots)
         self.node = done.node
@@ -307,7 +314,8 @@ class Driver:
     def _do_abort(self, id: str):
         lease = self._lease(id)
         if lease.receipt is not None and not lease.ran and id not in self.unlocked:
-            self.leaks.append(self.tree.lock(lease.receipt.node, state=lease.receipt.state))
+            self.tree.lock(lease.receipt.node, state=lease.receipt.state)
+            self.leaks.append(self.driven)
         return self._ended(id, self.cache.abort)
 
     def _ended(self, id: str, end):

@@ -8,7 +8,14 @@ import torch
 from kimi_mini import preset
 from kimi_mini.batch import state_form
 from kimi_mini.config import KimiConfig
-from kimi_mini.costs import checkpoint_bytes, cost_model, state_sizes, used_parameters
+from kimi_mini.costs import (
+    break_even_tokens,
+    checkpoint_bytes,
+    cost_model,
+    density,
+    state_sizes,
+    used_parameters,
+)
 
 K3 = preset("k3")
 
@@ -57,15 +64,15 @@ def test_the_table_of_bytes(name):
     kept = checkpoint_bytes(CONFIGS[name])
     row = cost_model(CONFIGS[name]).row_bytes
     assert (row, kept.recurrent, kept.conv, kept.full, *kept[2:]) == TABLE[name]
-    forms = (kept.full, kept.half, kept.int8)
-    assert tuple(round(size / row, 1) for size in forms) == BREAK_EVEN[name]
+    even = break_even_tokens(CONFIGS[name], torch.bfloat16)
+    assert tuple(round(tokens, 1) for tokens in even.values())[:3] == BREAK_EVEN[name]
 
 
 def test_nano_all_in_float32():
     model = cost_model(preset("nano"), torch.float32)
     kept = checkpoint_bytes(preset("nano"), torch.float32)
     assert (model.row_bytes, kept.conv, model.checkpoint_bytes) == (256, 10_368, 47_232)
-    assert model.break_even == 184.5
+    assert break_even_tokens(preset("nano"), torch.float32)["float32"] == 184.5
 
 
 def test_a_float64_model_keeps_float64_states():
@@ -92,22 +99,17 @@ def test_state_divides_by_the_ranks_and_rows_do_not(tp, size, even):
 
 
 def test_a_path_of_a_million_tokens():
-    full, rows = checkpoint_bytes(K3).full, 1_048_576 * cost_model(K3).row_bytes
-    int8 = checkpoint_bytes(K3).int8
-    assert round(rows / 1e9, 1) == 29.0
-    counts = {k: 1_048_576 // k for k in (64, 256, 4096, 8192, 16384, 65536)}
-    assert [*counts.values()] == [16_384, 4_096, 256, 128, 64, 16]
-    sizes = [round(n * full / 1e9, 1) for n in counts.values()]
-    assert sizes == [7_362.5, 1_840.6, 115.0, 57.5, 28.8, 7.2]
-    assert [round(n * int8 / 1e9, 1) for n in counts.values()] == [
-        2083.7,
-        520.9,
-        32.6,
-        16.3,
-        8.1,
-        2,
+    """The second table of 8.1."""
+    path, intervals = 1_048_576, (64, 256, 4096, 8192, 16384, 65536)
+    assert round(path * cost_model(K3).row_bytes / 1e9, 1) == 29.0
+    table = [density(K3, torch.bfloat16, path, k) for k in intervals]
+    assert [d.checkpoints for d in table] == [16_384, 4_096, 256, 128, 64, 16]
+    gigabytes = [(round(d.bytes / 1e9, 1), round(d.int8_bytes / 1e9, 1)) for d in table]
+    assert gigabytes == [
+        *((7_362.5, 2_083.7), (1_840.6, 520.9), (115.0, 32.6)),
+        *((57.5, 16.3), (28.8, 8.1), (7.2, 2.0)),
     ]
-    assert round(64 * full / rows, 2) == 0.99
+    assert [float(f"{d.of_rows:.2g}") for d in table] == [250, 63, 4.0, 2.0, 0.99, 0.25]
 
 
 def test_flops_of_k3():

@@ -382,6 +382,46 @@ def test_turns_may_be_all_there_is_or_follow_ids(generate, tmp_path):
     assert first["prompt_ids"] == [9, 8, 7, *(b + 3 for b in b"one")]
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "chat.txt"), (b"", "there is no turn in chat.txt"), (b" \r\n\n", "there is no turn")],
+)
+def test_a_file_of_turns_is_read_before_the_model(
+    generate, content, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "chat.txt").write_bytes(content)
+    monkeypatch.setattr(options, "open_engine", lambda args: pytest.fail("a model was loaded"))
+    done = generate(*RADIX, "--turns", "chat.txt")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and message in line
+
+
+def test_blank_lines_are_no_turns_and_odd_characters_end_none(generate, tmp_path):
+    (tmp_path / "chat.txt").write_bytes("\n a\u2028b\r\n\n \nc\x0cd".encode())
+    args = ("--turns", str(tmp_path / "chat.txt"), "--max-tokens", "0")
+    first, second = requests_of(generate, *args)
+    assert first["prompt_ids"] == [1, *(b + 3 for b in " a\u2028b".encode())]
+    assert second["prompt_ids"] == [*first["prompt_ids"], *(b + 3 for b in b"c\x0cd")]
+
+
+def test_turns_before_one_that_does_not_fit_are_still_told(generate, tmp_path):
+    """nano has 1024 tokens of context."""
+    (tmp_path / "chat.txt").write_text("\n".join(["x" * 400] * 4))
+    args = (*RADIX, "--turns", str(tmp_path / "chat.txt"), "--max-tokens", "5", "--json")
+    done = generate(*args)
+    out = json.loads(done.stdout)
+    assert [len(r["prompt_ids"]) for r in out["requests"]] == [401, 806]
+    assert out["error"].startswith("turn 3: ") and "1,211 tokens" in out["error"]
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line) == (2, f"error: {out['error']}")
+    (tmp_path / "chat.txt").write_text("x" * 2000)
+    done = generate(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: turn 1: ")
+
+
 def test_controls_reach_the_cache(generate):
     args = ("--prompt", LONG, "--max-tokens", "1", "--repeat", "2", "--prefix-cache", "radix")
     unread = requests_of(generate, *args, "--skip-read")

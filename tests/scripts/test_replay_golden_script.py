@@ -22,8 +22,13 @@ def test_as_a_command_from_anywhere_all_scenarios_are_the_same_or_by_design(tmp_
     done = as_a_command(SCRIPT, str(FOLDER), "--level", "exact", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     *lines, summary = done.stdout.splitlines()
-    assert summary == "98 scenarios at level exact: 88 ok, 0 differs, 10 by_design"
-    assert len(lines) == 10 and all(": by_design: the engine" in line for line in lines)
+    assert summary == "98 scenarios at level exact: 93 ok, 0 differs, 5 by_design"
+    cuts, remarks = ([line for line in lines if word in line] for word in ("by_design", "remark"))
+    assert (len(cuts), len(remarks), len(lines)) == (5, 5, 10)
+    assert all(" by_design from event " in line and ": the engine" in line for line in cuts)
+    assert remarks[0].startswith(
+        "random_007 (sglang 0.5.23): ok, with a remark on event 27: the engine never releases"
+    )
 
 
 def test_json_is_one_verdict_a_scenario_with_these_keys(capsys, monkeypatch):
@@ -73,29 +78,53 @@ def test_folders_are_searched_to_the_bottom(scenario, tmp_path, capsys, monkeypa
     assert len(json.loads(done.stdout)) == 2
 
 
-def mistakes(tmp_path, scenario):
-    def file(name, text):
+def test_a_bad_file_is_one_line_and_takes_no_other_verdict_away(
+    scenario, tmp_path, capsys, monkeypatch
+):
+    """Exit code 1, as for any difference: what was asked for has been done."""
+    bad = scenario | dict(events=[*scenario["events"]], name="unknown_argument")
+    bad["events"][1] = bad["events"][1] | dict(depth=3)
+    texts = {
+        "a.json": "{",
+        "b.json": json.dumps(dict(hidden_size=8)),
+        "c.json": json.dumps(scenario | dict(engine="lru 1")),
+        "d.json": json.dumps(bad),
+        "e.json": json.dumps(scenario),
+    }
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
+    (tmp_path / "folder.json").mkdir()
+    done = in_this_process(SCRIPT, [str(tmp_path)], capsys, monkeypatch)
+    assert (done.returncode, done.stderr) == (1, "")
+    *lines, summary = done.stdout.splitlines()
+    assert summary == "5 scenarios at level shape: 1 ok, 4 differs, 0 by_design"
+    for line, words in zip(
+        lines,
+        (
+            "a.json (unknown): differs at construct, error: want absent, got JSONDecodeError: ",
+            "b.json (unknown): differs at construct, error: want absent, got ValueError: no scen",
+            "c.json (lru 1): differs at construct, error: want absent, got ValueError: there is",
+            "unknown_argument (sglang 0.5.23): differs at event 1, error: want absent, got Type",
+        ),
+        strict=True,
+    ):
+        assert words in line
+    done = in_this_process(SCRIPT, [str(tmp_path), "--json"], capsys, monkeypatch)
+    verdicts = json.loads(done.stdout)
+    assert (done.returncode, len(verdicts)) == (1, 5)
+    assert all([*verdict] == KEYS for verdict in verdicts)
+    assert [verdict["event"] for verdict in verdicts] == [None, None, None, 1, None]
 
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
-    yield [str(tmp_path / "none.json")], "none.json"
-    yield [str(tmp_path / "empty")], "there is no scenario (*.json) in"
-    yield [file("a.json", "{")], "a.json is not JSON"
-    yield [file("b.json", "[]")], "b.json is no scenario: it lacks config, construct"
-    yield [file("c.json", json.dumps(scenario | dict(engine="lru 1")))], "of engine 'lru'"
-    yield [file("d.json", json.dumps(scenario | dict(engine=None)))], "of engine 'None'"
-    yield [file("e.json", json.dumps(scenario | dict(observed=[])))], "zip() argument"
-    yield [str(FOLDER), "--level", "vague"], "token, shape, exact"
-    yield [], "paths"
-
-
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, scenario, capsys, monkeypatch):
-    for args, words in mistakes(tmp_path, scenario):
+    for args, words in (
+        ([str(FOLDER), str(tmp_path / "none.json")], "there is no file or folder"),
+        ([str(tmp_path / "empty")], "there is no scenario (*.json) in"),
+        ([str(FOLDER), "--level", "vague"], "token, shape, exact"),
+        ([], "paths"),
+    ):
         done = in_this_process(SCRIPT, args, capsys, monkeypatch)
         assert (done.returncode, done.stdout) == (2, ""), args
-        last = done.stderr.splitlines()[-1].replace(
-            "'token', 'shape', 'exact'", "token, shape, exact"
-        )
-        assert words in last, (args, done.stderr)
-        assert "Traceback" not in done.stderr
+        (line,) = done.stderr.splitlines()
+        assert words in line.replace("'token', 'shape', 'exact'", "token, shape, exact")

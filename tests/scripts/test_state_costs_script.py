@@ -12,8 +12,8 @@ from tests.scripts.running import as_a_command, in_this_process
 SCRIPT = "state_costs.py"
 KEYS = [
     *("model", "row_bytes", "recurrent_bytes", "conv_bytes", "checkpoint_bytes"),
-    *("break_even_tokens", "flops_per_token", "best_interval", "mean_replay"),
-    *("interval_within_rows", "densities"),
+    *("break_even_tokens", "flops_per_token", "flops_per_token_and_position"),
+    *("best_interval", "mean_replay", "interval_within_rows", "densities"),
 ]
 
 
@@ -51,18 +51,51 @@ def test_json_has_the_table_of_the_specification(capsys, monkeypatch):
         "int8, bfloat16 scales": 125_485_056,
     }
     assert [round(tokens, 1) for tokens in k3["break_even_tokens"].values()] == [
-        *(16_253.3, 8_402.7, 4_600.0)
+        *(16_253.3, 8_402.7, 4_600.0, 4_538.7)
     ]
     assert k3["interval_within_rows"] == 16_254
 
 
 def test_a_path_of_a_million_tokens(capsys, monkeypatch):
     """serving.md 8.1"""
-    (k3,) = report(["k3", "--path", "1048576"], capsys, monkeypatch)["models"]
-    assert [d["checkpoints"] for d in k3["densities"].values()] == [16384, 4096, 256, 128, 64, 16]
-    assert [round(d["bytes"] / 1e9, 1) for d in k3["densities"].values()] == [
-        *(7_362.5, 1_840.6, 115.0, 57.5, 28.8, 7.2)
-    ]
+    args = ["k3", "--path", "1048576"]
+    (k3,) = report(args, capsys, monkeypatch)["models"]
+    assert [*k3["densities"]] == ["64", "256", "4096", "8192", "16384", "65536"]
+    columns = zip(*(d.values() for d in k3["densities"].values()), strict=True)
+    checkpoints, full, int8, of_rows = columns
+    assert checkpoints == (16384, 4096, 256, 128, 64, 16)
+    assert [round(size / 1e9, 1) for size in full] == [7_362.5, 1_840.6, 115.0, 57.5, 28.8, 7.2]
+    assert [round(size / 1e9, 1) for size in int8] == [2_083.7, 520.9, 32.6, 16.3, 8.1, 2.0]
+    assert [float(f"{ratio:.3g}") for ratio in of_rows] == [254, 63.5, 3.97, 1.98, 0.992, 0.248]
+    shown = in_this_process(SCRIPT, args, capsys, monkeypatch).stdout
+    assert ["4,096", "256", "115.039", "32.558", "3.97"] in [*map(str.split, shown.splitlines())]
+
+
+@pytest.mark.parametrize("path, grid", [(10, 64), (63, 64), (999, 1000)])
+def test_on_a_path_without_a_boundary_there_is_no_best_interval(path, grid, capsys, monkeypatch):
+    args = ["k3", "--path", str(path), "--grid", str(grid)]
+    (k3,) = report(args, capsys, monkeypatch)["models"]
+    assert (k3["best_interval"], k3["mean_replay"], k3["interval_within_rows"]) == (None,) * 3
+    shown = in_this_process(SCRIPT, args, capsys, monkeypatch).stdout
+    assert (
+        f"path of {path}: no boundary on a grid of {grid:,}; one checkpoint weighs more than the "
+        "rows" in shown
+    )
+
+
+@pytest.mark.parametrize("path", [64, 100, 127, 1000])
+def test_no_interval_is_longer_than_its_path(path, capsys, monkeypatch):
+    args = ["k3", "--path", str(path), "--flops-per-byte-hour", "1e9"]
+    (k3,) = report(args, capsys, monkeypatch)["models"]
+    assert k3["best_interval"] == path // 64 * 64
+
+
+def test_checkpoints_weigh_no_more_than_rows_from_break_even_on(capsys, monkeypatch):
+    def within(path):
+        return report(["nano", "--path", str(path)], capsys, monkeypatch)["models"][0]
+
+    assert within(328)["interval_within_rows"] is None
+    assert within(329)["interval_within_rows"] == 329
 
 
 def test_the_best_interval_follows_prices_and_hits(capsys, monkeypatch):

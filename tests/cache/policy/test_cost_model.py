@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cache.policy.cost_model import (
     CostModel,
     best_interval,
+    break_even,
     interval_cost,
     interval_for_budget,
     mean_replay,
@@ -38,27 +39,13 @@ def test_a_budget_that_holds_no_checkpoint_is_refused():
 
 
 def test_m11_break_even():
-    assert K3.break_even == pytest.approx(16_253.3, abs=0.05)
-    assert CostModel(0, 100, 1, 1).break_even == float("inf")
-
-
-def test_a_replay_costs_what_its_tokens_cost_and_more_the_later_they_come():
-    model = CostModel(1, 1, flops=1000, attention_flops=10)
-    by_hand = sum(1000 + 10 * (position + 1) for position in range(5, 9))
-    assert model.replay_flops(5, 9) == by_hand
-    assert model.replay_flops(7, 7) == 0
-    assert model.replay_flops(0, 5) + model.replay_flops(5, 9) == model.replay_flops(0, 9)
+    assert break_even(K3.checkpoint_bytes, K3.row_bytes) == pytest.approx(16_253.3, abs=0.05)
+    assert break_even(100, 0) == float("inf")
 
 
 def test_replaying_5000_tokens_of_k3_takes_a_petaflop_before_attention():
-    assert K3.replay_flops(0, 5000) - K3.attention_flops * 12_502_500 == 5000 * K3.flops
     assert 5000 * K3.flops == pytest.approx(1.04e15, rel=0.005)
     assert K3.attention_flops == pytest.approx(1.47e6, rel=0.005)
-
-
-def test_from_which_length_on_a_slower_tier_pays():
-    """8.2: 55 GB/s, 20,000 tokens a second."""
-    assert K3.shortest_worthwhile(55e9, 20_000) == pytest.approx(163, abs=0.5)
 
 
 @given(
@@ -79,4 +66,15 @@ def test_no_multiple_of_the_grid_within_the_path_is_cheaper(path, grid, holding,
 
 def test_without_hits_one_checkpoint_a_path_is_enough():
     assert best_interval(path=1000, grid=64, holding=1, replay=0) == 960
-    assert best_interval(path=10, grid=64, holding=1, replay=0) == 64
+
+
+def test_the_last_boundary_of_a_path_is_the_longest_interval():
+    """Also where K* lies between that and the path's end."""
+    ideal_95 = dict(holding=95**2, replay=200)
+    assert best_interval(path=100, grid=64, **ideal_95) == 64
+
+
+@pytest.mark.parametrize("path, grid", [(10, 64), (63, 64)])
+def test_a_path_without_a_boundary_is_refused(path, grid):
+    with pytest.raises(ValueError, match=f"a path of {path} tokens has no boundary on a grid of"):
+        best_interval(path=path, grid=grid, holding=1, replay=1)

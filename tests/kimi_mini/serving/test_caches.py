@@ -106,6 +106,12 @@ def test_a_strategy_that_does_not_go_with_the_page_is_refused(compat):
         built("radix", strategy="no_buffer", compat=compat)
 
 
+@pytest.mark.parametrize("compat", [None, "sglang"])
+def test_auto_is_the_engines_choice(compat):
+    assert built("radix", page=16, strategy="auto", compat=compat).strategy == "extra_buffer"
+    assert built("radix", page=1, strategy="auto", compat=compat).strategy == "no_buffer"
+
+
 @pytest.mark.parametrize("page, state_chunk, chunk", [(4, 20, 20), (1, 8, 8), (24, 8, 24)])
 @pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy"])
 def test_under_the_engines_rules_a_grid_that_the_backend_cannot_export_is_refused(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kimi_mini import SamplingParams
-from kimi_mini.serving.conversation import Conversation
+from kimi_mini.serving.conversation import Conversation, read_turns, turn_by_turn
 from kimi_mini.serving.open_model import around
 from tests.kimi_mini.serving.alone import oracle_engine, script, small_model
 
@@ -87,3 +87,40 @@ def test_later_turns_read_what_earlier_ones_have_left():
         talk.hear(own)
         computed = len(talk.ids) - 1  # the last token never runs
     assert engine.totals.prefill_tokens < len(talk.ids)
+
+
+@pytest.mark.parametrize(
+    "content, turns",
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"one\r\ntwo", ["one", "two"]),
+        (b"\n\n  one\n \t\n\r\n\ntwo  \n", ["  one", "two  "]),
+        (b"a\rb\x0bc\x0cd\x1ce\n", ["a\rb\x0bc\x0cd\x1ce"]),
+        ("a\u2028b\u2029c\u0085d\nzwei \u00e4".encode(), ["a\u2028b\u2029c\u0085d", "zwei \u00e4"]),
+        (b"a\r\r\n", ["a\r"]),
+        (b"\xffa\n", ["\udcffa"]),
+    ],
+)
+def test_a_turn_is_a_line_and_only_a_line_feed_ends_one(content, turns, tmp_path):
+    (tmp_path / "chat.txt").write_bytes(content)
+    assert read_turns(tmp_path / "chat.txt") == turns
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n"])
+def test_a_file_without_a_turn_is_refused(content, tmp_path):
+    (tmp_path / "chat.txt").write_bytes(content)
+    with pytest.raises(ValueError, match="there is no turn in .*chat.txt"):
+        read_turns(tmp_path / "chat.txt")
+
+
+def test_a_turn_that_does_not_fit_is_named_and_those_before_it_have_run():
+    """Turn 3 would be the first to pass the context: 1 + 40 + 5 + 40 + 5 + 40 of 100 tokens."""
+    engine = oracle_engine(context=100)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    talk, heard = turn_by_turn(engine, [], ["x" * 40] * 3, params), []
+    with pytest.raises(ValueError, match="turn 3: .*131 tokens"):
+        for requests in talk:
+            for _ in engine.run(requests):
+                pass
+            heard += [request.output() for request in requests]
+    assert [len(output.prompt_token_ids) for output in heard] == [41, 86]
