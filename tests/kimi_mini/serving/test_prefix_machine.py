@@ -341,10 +341,13 @@ class PrefixMachine(RuleBasedStateMachine):
         self._settle()
 
     def _settle(self) -> None:
-        """Everything about requests that have ended."""
+        """Everything about requests that have ended. The oracle runs the same model, and is not to
+        fail in the engine's place."""
+        pending, self.fails_at = self.fails_at, None
         for request in [r for r in self.unchecked if r.finished]:
             self.unchecked.remove(request)
             self._check(request)
+        self.fails_at = pending
 
     def _check(self, request: Request) -> None:
         output, prompt, params = request.output(), request.prompt_ids, request.params
