@@ -85,7 +85,7 @@ def cost_model(config: KimiConfig, dtype: torch.dtype = torch.bfloat16) -> CostM
 
 
 def prefix_flops(config: KimiConfig) -> PrefixFlops:
-    """FLOPs of a prefix, as eviction weighs them (serving 4.11): parameters; 8 for each number of the
+    """FLOPs of a prefix, as eviction weighs them (serving 4.11): parameters; 8 a number of the
     state (decay, read, write, output); scores and values of latent attention."""
     kda, model = config.linear_attn_config, cost_model(config)
     state = len(config.kda_layer_ids) * kda.num_heads * kda.head_dim**2

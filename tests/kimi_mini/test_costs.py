@@ -13,6 +13,7 @@ from kimi_mini.costs import (
     checkpoint_bytes,
     cost_model,
     density,
+    prefix_flops,
     state_sizes,
     used_parameters,
 )
@@ -117,6 +118,14 @@ def test_flops_of_k3():
     model = cost_model(K3)
     assert model.flops == pytest.approx(2 * 104.19e9, rel=1e-4)
     assert model.attention_flops == 24 * 96 * (192 + 128) * 2
+
+
+def test_flops_of_a_prefix():
+    """4.11 for K3: parameters, 8 a number of 69 states, and 24 layers of 96 heads of 192 + 128."""
+    flops = prefix_flops(K3)
+    assert flops.linear == 2 * used_parameters(K3) + 8 * 69 * 96 * 128**2
+    assert flops.quadratic == 24 * 96 * (192 + 128)
+    assert flops.of(5000) == pytest.approx(1.04e15 + 24 * 96 * 320 * 5000**2, rel=0.01)
 
 
 def test_parameters_that_a_token_uses_are_those_of_the_model_without_idle_experts_and_table():

@@ -144,7 +144,7 @@ def test_a_seed_gives_the_same_text_again(generate):
         ),
         (
             ("--prefix-cache", "radix", "--mamba-radix-cache-strategy", "lazy"),
-            "strategy must be one of no_buffer, extra_buffer, extra_buffer_lazy; got 'lazy'",
+            "strategy must be one of no_buffer, extra_buffer, extra_buffer_lazy, auto; got 'lazy'",
         ),
         (("--prefix-cache", "radix", "--compat", "vllm"), "must be sglang; got 'vllm'"),
         (

@@ -9,7 +9,6 @@ stateless model gives the same tokens, logprobs and logits (float64). At the end
 import random
 import warnings
 from collections import Counter
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -124,12 +123,11 @@ def tight(rng: random.Random, rules: Rules) -> Tight:
     )
 
 
-def random_control(rng: random.Random) -> CacheControl:
-    return CacheControl(
-        rng.choice([None] * 12 + ["", "a"]),
-        rng.random() < 0.06,
-        rng.sample(range(1, LONGEST), rng.choice([0, 0, 1, 2])),
-    )
+def random_control(rng: random.Random, rules: Rules) -> CacheControl:
+    """An engine's own rules know no boundaries that a caller names."""
+    salt, skip_read = rng.choice([None] * 12 + ["", "a"]), rng.random() < 0.06
+    named = rng.sample(range(1, LONGEST), rng.choice([0, 0, 1, 2]))
+    return CacheControl(salt, skip_read, () if rules.compat else named)
 
 
 class Wish(NamedTuple):
@@ -144,7 +142,7 @@ class Wish(NamedTuple):
     streamed: bool
 
 
-def wish(rng: random.Random) -> Wish:
+def wish(rng: random.Random, rules: Rules) -> Wish:
     params = SamplingParams(
         max_tokens=rng.choice([0, 1, 5, 5, MOST_TOKENS, MOST_TOKENS]),
         temperature=rng.choice([0.0, 1.0]),
@@ -156,7 +154,9 @@ def wish(rng: random.Random) -> Wish:
     )
     own = rng.choice([[], [], [12], [7, 7, 7]])
     missing = rng.choice([0, 0, 0, 1, 2, 5, 9, 22])
-    return Wish(rng.randrange(6), missing, own, params, random_control(rng), rng.random() < 0.25)
+    return Wish(
+        rng.randrange(6), missing, own, params, random_control(rng, rules), rng.random() < 0.25
+    )
 
 
 class Failure(MemoryError):
@@ -164,16 +164,16 @@ class Failure(MemoryError):
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """By the rules of `whose`; `happened` counts over all runs of a class."""
+    """By `engine_rules`; `happened` counts over all runs of a class."""
 
     happened: Counter[str]
 
-    whose: Rules
+    engine_rules: Rules
 
     @initialize(seed=seeds)
     def make(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        shape = tight(self.rng, self.whose)
+        shape = tight(self.rng, self.engine_rules)
         self.fails_now_and_then = self.rng.choice([0.0, 0.0, 0.05])
         note(shape)
         self.shape = shape
@@ -226,9 +226,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(seed=seeds, then=st.sampled_from([30, 6, 1, 0]))
     def ask(self, seed: int, then: int) -> None:
         self.calls += 1
-        text, missing, own, params, control, streamed = wish(random.Random(seed))
-        if self.whose.compat:  # the engine's rules know no boundaries that a caller names
-            control = replace(control, checkpoint_at=())
+        text, missing, own, params, control, streamed = wish(random.Random(seed), self.engine_rules)
         texts = (*self.said[:-4:-1], *TEXTS)
         text = texts[text % len(texts)]
         ids = [*text[: max(1, min(len(text), LONGEST_PROMPT - len(own)) - missing)], *own]
@@ -403,7 +401,7 @@ def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
     class Machine(PrefixMachine):
         pass
 
-    Machine.whose, Machine.happened = rules, Counter()
+    Machine.engine_rules, Machine.happened = rules, Counter()
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -461,7 +459,7 @@ def mix_of_an_oracle(seed: int, count: int) -> tuple[int, int]:
             shared = rng.choice([5, 16, 17, 32, 33])
             arrival.prompt = [*text[:shared], *arrival.prompt][: max(LENGTHS)]
     add = engine.add_request
-    engine.add_request = lambda *args: add(*args, control=random_control(rng))
+    engine.add_request = lambda *args: add(*args, control=random_control(rng, rules))
     requests = drive(engine, coming)
     assert_as_alone(engine, requests, lambda known: prefix_hash, assert_all_comes_back)
     stats = engine.cache.stats()
