@@ -12,6 +12,10 @@ Which boundaries are kept (decision 22), all absolute:
 
 A checkpoint is never worth waiting for, and the grid's are worth nobody else's: without a free slot
 they take that of an older one of the same request, or are left out. The others may evict (BR-47).
+
+An admission policy is asked about all but the caller's own. It may want grid boundaries that nobody
+has stored yet; and of a prompt end that it declines it may want the state for the time that the
+request finishes, if no newer one has come by then.
 """
 
 from __future__ import annotations
@@ -35,12 +39,15 @@ from cache.leases import (
     Wait,
     WaitReason,
 )
+from cache.policy.admission import Admission, Occasion
+from cache.policy.eviction import Eviction, Served
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.audit import audit_tree
 from cache.radix.node import Node, Receipt
 from cache.radix.strategy import TRACKED, Strategy, Tracker
 from cache.radix.tree import Inserted, Match, RadixTree
+from cache.radix.visit import Visit
 from cache.state_cache import StateCache
 from cache.stats import Evictions
 
@@ -49,13 +56,18 @@ COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 @dataclass(eq=False, kw_only=True)
 class RadixLease(Lease):
-    """tracker: snapshots of decode. receipt: the lock on what is shared, whose pages are the first
+    """visit: its questions to the admission policy; recurring: the grid boundary of the prompt that
+    the policy wants. held: the boundary whose state the plan in flight keeps for the finish.
+    tracker: snapshots of decode. receipt: the lock on what is shared, whose pages are the first
     `published` tokens of the row. copies: what initialises the slot, until a plan carries it.
     exported: boundaries and slots that the plan in flight keeps. passing: nodes that it has
     published on the grid alone, deepest last.
     """
 
     tracker: Tracker
+    visit: Visit = field(init=False)
+    recurring: int | None = None
+    held: int | None = None
     receipt: Receipt | None = None
     published: int = 0
     copies: tuple[Copy, ...] = ()
@@ -76,6 +88,8 @@ class RadixCache(StateCache):
     state_chunk  spacing of checkpoints in prefill; interval: in decode, None for as dense as pages
                  and kernel allow
     path_cap     states on one path, None for no cap
+    admission    which states are stored, None for all
+    eviction     which states go first, None for the least recently used
     reuse        False: nothing is kept
     Raises ValueError for a strategy that does not go with the page, or sizes out of range.
     """
@@ -89,6 +103,8 @@ class RadixCache(StateCache):
         state_chunk: int = 64,
         interval: int | None = None,
         path_cap: int | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         reuse: bool = True,
         identity: Identity = Identity(),  # noqa: B008 (frozen)
     ) -> None:
@@ -110,7 +126,8 @@ class RadixCache(StateCache):
         interval = self.unit if interval is None else interval
         self.grids: Grids = grids(state_chunk, self.page, interval)
         self.decode_grid = math.lcm(self.unit, interval)
-        self.tree = RadixTree(self._kv, self.page, self._slots, path_cap)
+        self.admission, self.eviction = admission, eviction
+        self.tree = RadixTree(self._kv, self.page, self._slots, path_cap, eviction=eviction)
         self._unfilled: set[int] = set()  # published in this step, with a copy yet to run
 
     # look-up
@@ -153,6 +170,10 @@ class RadixCache(StateCache):
 
     def _admit(self, request: CacheRequest) -> RadixLease | Wait:
         lease = RadixLease(request, Hit(), ([],), [0], tracker=self._new_tracker())
+        origin = self.identity.origin(request.salt)
+        lease.visit = Visit(self.admission, origin, lease.tokens, self.grids.checkpoint)
+        if self.reuse:
+            lease.recurring = lease.visit.recurring(self._prompt_end(lease))
         wait = self._restore(lease)
         if wait is not None:
             return wait
@@ -255,8 +276,23 @@ class RadixCache(StateCache):
         """Boundaries of the prompt that others will want to resume from, ascending."""
         if not self.reuse:
             return []
-        prompt_end = floored(len(lease.request.ids) - 1, self.unit)
-        return sorted({prompt_end, *lease.named, lease.hit.junction} - {None})
+        asked = (
+            (lease.hit.junction, Occasion.JUNCTION),
+            (self._prompt_end(lease), Occasion.RESEND),
+        )
+        admitted = {boundary for boundary, why in asked if lease.visit.admits(boundary, why)}
+        return sorted({*admitted, *lease.named, lease.recurring} - {None})
+
+    def _prompt_end(self, lease: RadixLease) -> int:
+        """The last boundary that a resend of the prompt can use."""
+        return floored(len(lease.request.ids) - 1, self.unit)
+
+    def _to_hold(self, lease: RadixLease, wanted: list[int]) -> int | None:
+        """The prompt end, if its state is worth storing only as the request's last."""
+        boundary = self._prompt_end(lease)
+        if boundary in wanted or not lease.tracker.limit:
+            return None
+        return boundary if lease.visit.admits(boundary, Occasion.LAST) else None
 
     def _take_storage(self, lease: RadixLease, end: int, first: bool) -> Wait | None:
         """Pages and, for a first piece, slots: all that it takes or nothing."""
@@ -309,12 +345,14 @@ class RadixCache(StateCache):
         if not self.reuse:
             return ()
         wanted = self._wanted(lease)
-        for boundary in dict.fromkeys((*wanted[::-1], floored(end, self.grids.checkpoint))):
-            inside = start < boundary <= end
-            exportable = (boundary - start) % self.export_alignment == 0 or boundary == end
-            if not inside or not exportable:
+        lease.held = self._to_hold(lease, wanted)
+        tail = floored(end, self.grids.checkpoint)
+        passing = tail if lease.visit.admits(tail, Occasion.PERIODIC) else None
+        for boundary in dict.fromkeys((*wanted[::-1], lease.held, passing)):
+            inside = boundary is not None and start < boundary <= end
+            if not inside or ((boundary - start) % self.export_alignment and boundary != end):
                 continue
-            slot = self._acquire(lease, evict=boundary in wanted)
+            slot = self._acquire(lease, evict=boundary in (*wanted, lease.held))
             if slot is not None:
                 lease.exported += ((boundary, slot),)
         lease.exported = tuple(sorted(lease.exported))
@@ -354,6 +392,8 @@ class RadixCache(StateCache):
         for boundary, slot in exported:
             if boundary > lease.computed:  # the executor stopped before it
                 self._slots.free([slot])
+            elif boundary == lease.held:
+                lease.tracker.hold(boundary, slot)
             else:
                 self._publish(lease, boundary, slot)
         if self.strategy is Strategy.NO_BUFFER and not last:
@@ -363,6 +403,8 @@ class RadixCache(StateCache):
     def _publish_copy(self, lease: RadixLease) -> tuple[Copy, ...]:
         """A copy of the state that the request goes on with, at the boundary it is at."""
         if not self.reuse or lease.computed == lease.published:
+            return ()
+        if not lease.visit.admits(lease.computed, Occasion.PERIODIC):
             return ()
         if not self._has_slot(lease, evict=lease.decodes):
             return ()
@@ -406,7 +448,8 @@ class RadixCache(StateCache):
         given = None
         if publish and self.reuse and lease.ran:
             boundary, slot = self._to_publish(lease)
-            if boundary > lease.published or (boundary and self._publishes_again):
+            newer = boundary > lease.published or (boundary and self._publishes_again)
+            if newer and lease.visit.admits(boundary, Occasion.LAST):
                 done = self._insert(lease, boundary, slot)
                 lease.published = max(lease.published, done.node.depth)
                 given = None if done.refused else slot
@@ -419,6 +462,9 @@ class RadixCache(StateCache):
         lease.slots[0], lease.copies = 0, ()
         lease.passing.clear()
         lease.tracker = self._new_tracker()
+        if publish and lease.ran and self.eviction is not None:
+            tokens, request = tuple(lease.tokens[: lease.computed]), lease.request
+            self.eviction.saw(Served(tokens, len(request.ids), request.salt))
 
     _publishes_again = False  # whether finishing inserts what has been published before
 

@@ -20,7 +20,8 @@ INTERVAL = 256  # the engine's default spacing of snapshots in decode
 
 class SGLangCache(RadixCache):
     """two_tracks: False for the engine without overlap scheduling. Other arguments, errors: as
-    `RadixCache`; ValueError, too, for a grid that the backend cannot export."""
+    `RadixCache`; ValueError, too, for a grid that the backend cannot export, and for an admission
+    policy, which these rules do not ask."""
 
     _publishes_again = True
 
@@ -34,6 +35,11 @@ class SGLangCache(RadixCache):
     ) -> None:
         self._two_tracks = two_tracks
         super().__init__(storage, interval=INTERVAL if interval is None else interval, **arguments)
+        if self.admission is not None:
+            raise ValueError(
+                "SGLang's own rules store every state that they come to: no admission policy, got "
+                f"{type(self.admission).__name__}"
+            )
         self.decode_grid = self.grids.track
         if self.tracks_pieces and self.grids.chunk % self.export_alignment:
             raise ValueError(

@@ -84,6 +84,12 @@ class Tracker:
         if len(self.slots) == 2:
             self.next = 1 - self.next
 
+    def hold(self, boundary: int, slot: int) -> None:
+        """Keep a state from prefill as the newest snapshot."""
+        self.slots.append(slot)
+        self.next = len(self.slots) - 1
+        self.keep_at(boundary)
+
     def lose_target(self) -> None:
         """`target` was written with a state that is not to be kept, over the one that it had."""
         if self.next == self.keep:

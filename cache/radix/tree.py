@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cache.joint import joint_boundary
+from cache.policy.eviction import Evictable, Eviction
 from cache.pools.allocator import OwnershipError
 from cache.pools.pool import Pool
 from cache.radix import key as keys
@@ -76,6 +77,8 @@ class RadixTree:
     path_cap         states on one path from the root, None for no cap
     keep_tombstones  a tombstone whose last child goes stays as a leaf until its pages are wanted.
                      False: it goes along, unless it is locked (the engine's older tree)
+    eviction         which state goes when one must; None: the least recently used, in O(log states)
+                     instead of O(states). Pages go by recency in any case
     ValueError for a cap below 1.
     """
 
@@ -87,11 +90,12 @@ class RadixTree:
         path_cap: int | None = None,
         *,
         keep_tombstones: bool = True,
+        eviction: Eviction | None = None,
     ) -> None:
         if path_cap is not None and path_cap < 1:
             raise ValueError(f"states per path must be at least 1 or without a cap, got {path_cap}")
         self.page, self.path_cap, self.keep_tombstones = page, path_cap, keep_tombstones
-        self.pages_pool, self.states_pool = pages, states
+        self.pages_pool, self.states_pool, self.eviction = pages, states, eviction
         self._page_bytes = page * keys.WIDTH
         self._tokens_evicted = self._states_evicted = self._states_capped = 0
         self._start()
@@ -294,16 +298,28 @@ class RadixTree:
         return freed
 
     def evict_states(self, count: int) -> Freed:
-        """At least so many states, least recently used first: an unlocked leaf goes with its pages,
-        any other node becomes a tombstone."""
+        """At least so many states: an unlocked leaf goes with its pages, any other node becomes a
+        tombstone, whose edge counts as a part of those below it: Marconi's merge into the child."""
         freed = NOTHING
-        while freed.states < count and (node := self.state_order.oldest()) is not None:
+        while freed.states < count and (node := self._next_state()) is not None:
             if node in self.leaves:
                 freed += self._delete(node)
             else:
                 self._drop_state(node)
                 freed += Freed(0, 1)
         return freed
+
+    def _next_state(self) -> Node | None:
+        """The node whose state goes next, None if all are locked. A policy chooses among forks only
+        if there is nothing else: what `has_room` has promised must be found."""
+        if self.eviction is None:
+            return self.state_order.oldest()
+        unlocked = [node for node in self.state_order if not node.state_locks]
+        nodes = [node for node in unlocked if len(node.children) < 2] or unlocked
+        if not nodes:
+            return None
+        states = [Evictable(_resumable_above(n), n.depth, n.state_used) for n in nodes]
+        return nodes[self.eviction.victim(states, next(self._clock))]
 
     def has_room(self, pages: int = 0, slots: int = 0) -> bool:
         """Whether so many pages and slots are free or could be evicted. O(1)."""
@@ -454,6 +470,11 @@ class RadixTree:
     def _touch_state(self, node: Node) -> None:
         node.state_used = next(self._clock)
         self.state_order.update(node)
+
+
+def _resumable_above(node: Node) -> int:
+    """The boundary from which the state of a node would be computed again."""
+    return next((part.depth for part in node.parent.path() if part.state is not None), 0)
 
 
 def _lost_beyond(best: Node, path: Sequence[Node]) -> bool:
