@@ -120,12 +120,13 @@ def chunk_end(
         if aligned > start or rule.limit is None or rule.block <= rule.limit:
             end = max(start, aligned)
     stops = []
-    if end < prefill_end or inner_checkpoint(rule, start, end) is None:
+    resend = rule.resend_boundary(prefill_end, rule.hits)
+    if end < prefill_end or not can_export(rule, start, end, resend):
         next_block = -(-start // rule.block) * rule.block
         last = rule.resend_boundary(tokens, rule.block)
         tail = rule.resend_boundary(prompt, rule.hits)
         stops = [next_block, last, *((tail,) if tail > last else ())]
-    if junction is not None:
+    if junction is not None and junction < end:
         into = junction - start
         stops.append(start + (into if rule.exact_junction else floored(into, rule.block)))
     return min((stop for stop in stops if start < stop < end), default=end)

@@ -80,7 +80,8 @@ class Copy(NamedTuple):
 
 
 class ExportTo(NamedTuple):
-    """Also keep the state after `offset` tokens of the plan, in these slots (one a state group)."""
+    """Also keep the state after `offset` tokens of the plan, in these slots: one a state group, -1
+    for a group whose state is not wanted there."""
 
     offset: int
     slots: tuple[int, ...]

@@ -149,6 +149,8 @@ class NullExecutor:
             pool = self.storage.states[g]
             ends = [(end, slot), *((plan.start + e.offset, e.slots[g]) for e in plan.exports)]
             for boundary, destination in ends:
+                if destination < 0:
+                    continue
                 if not plan.start < boundary <= plan.end:
                     raise ExecutionError(
                         f"{plan.lease.request.name} keeps the state at {boundary}, outside of its "

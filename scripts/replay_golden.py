@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kimi_mini.cli import Parser, UserError, run
-from kimi_mini.workbench import replay_sglang
+from kimi_mini.workbench import replay_sglang, replay_vllm
 from kimi_mini.workbench.replay import Level, Status, Verdict, replay_file
 
-ENGINES = {"sglang": replay_sglang.replay}
+ENGINES = {"sglang": replay_sglang.replay, "vllm": replay_vllm.replay}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

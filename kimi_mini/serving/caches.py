@@ -2,7 +2,7 @@
 
 none    no reuse
 radix   SGLang's prefix tree; compat="sglang" for the engine's own rules to the letter
-blocks  to come
+blocks  vLLM's hashed blocks; compat="vllm" the same
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from cache.blocks.manager import BlockCache
+from cache.blocks.vllm import VLLMCache
 from cache.identity import Identity
 from cache.plain import PlainCache
 from cache.pools.storage import Storage
@@ -20,22 +22,30 @@ from cache.state_cache import StateCache
 from kimi_mini.serving.checks import check_count
 
 PREFIX_CACHES = ("none", "radix", "blocks")
-_TO_COME = ("blocks",)
-COMPAT = {"radix": ("sglang",)}
-
-AUTO = "auto"
+COMPAT = {"radix": ("sglang",), "blocks": ("vllm",)}
+KNOWN = {  # options by cache
+    "none": (),
+    "radix": ("compat", "strategy", "state_chunk", "track_interval", "max_states_per_path"),
+    "blocks": ("compat", "state_block", "hash_unit", "retention"),
+}
+DENSE = "none"  # the engine's name of a retention that keeps all
+AUTO = "auto"  # and of its own choice of a strategy
 
 
 @dataclass(frozen=True)
 class CacheOptions:
     """What a cache with reuse may be told; None: the cache's own default.
 
-    compat               rules of an engine, to the letter ("sglang" for radix)
+    compat               rules of an engine, to the letter ("sglang" for radix, "vllm" for blocks)
     strategy             which tracked slots decode has (`radix.strategy`); "auto" is the engine's
                          choice: no_buffer with pages of one token, else extra_buffer
     state_chunk          spacing of checkpoints in prefill (64)
     track_interval       spacing of checkpoints in decode
     max_states_per_path  cap on checkpoints of one path; -1: no cap
+    state_block          tokens of a state block (64)
+    hash_unit            tokens of one link of the hash chain, what hits are multiples of
+    retention            spacing of states that stay; 0: only where a resend or a fork will want
+                         one; "none": all (0)
     """
 
     compat: str | None = None
@@ -43,12 +53,15 @@ class CacheOptions:
     state_chunk: int | None = None
     track_interval: int | None = None
     max_states_per_path: int | None = None
+    state_block: int | None = None
+    hash_unit: int | None = None
+    retention: int | str | None = None
 
     def __post_init__(self) -> None:
         names = [*(strategy.value for strategy in Strategy), AUTO]
         if self.strategy is not None and self.strategy not in names:
             raise ValueError(f"strategy must be one of {', '.join(names)}; got {self.strategy!r}")
-        for name in ("state_chunk", "track_interval"):
+        for name in ("state_chunk", "track_interval", "state_block", "hash_unit"):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
@@ -56,25 +69,28 @@ class CacheOptions:
         kind = isinstance(cap, int | None) and not isinstance(cap, bool)
         if not kind or (cap is not None and cap != -1 and cap < 1):
             raise ValueError(f"max_states_per_path must be -1 (no cap) or at least 1, got {cap!r}")
+        if self.retention not in (None, DENSE):
+            check_count("retention", self.retention, least=0)
 
     def given(self) -> dict[str, object]:
         """Those that are not left to the cache."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return _given(**vars(self))
 
 
 def check_prefix_cache(name: str, options: CacheOptions) -> None:
-    """ValueError for a cache that is unknown or not there yet, or options that it does not know."""
+    """ValueError for a cache that is unknown, or options that it does not know."""
     if name not in PREFIX_CACHES:
         raise ValueError(f"prefix_cache must be one of {', '.join(PREFIX_CACHES)}; got {name!r}")
-    if name in _TO_COME:
-        there = ", ".join(other for other in PREFIX_CACHES if other not in _TO_COME)
-        raise ValueError(f"prefix_cache {name!r} is not there yet; use {there}")
-    if name == "none" and options.given():
-        raise ValueError(f"prefix_cache 'none' has no options, got {', '.join(options.given())}")
-    known = COMPAT.get(name, ())
-    if options.compat is not None and options.compat not in known:
+    unknown = [option for option in options.given() if option not in KNOWN[name]]
+    if unknown:
         raise ValueError(
-            f"compat of prefix_cache {name!r} must be {' or '.join(known)}; got {options.compat!r}"
+            f"prefix_cache {name!r} has {', '.join(KNOWN[name]) or 'no options'}; got "
+            f"{', '.join(unknown)}"
+        )
+    if options.compat is not None and options.compat not in COMPAT[name]:
+        raise ValueError(
+            f"compat of prefix_cache {name!r} must be {' or '.join(COMPAT[name])}; got "
+            f"{options.compat!r}"
         )
 
 
@@ -89,22 +105,16 @@ def build_cache(
     """The cache of that name over `storage`. largest_piece: tokens of one row in one step; warns if
     no piece is long enough to leave a checkpoint. identity: whose results it keeps."""
     check_prefix_cache(name, options)
+    whose = dict(export_alignment=export_alignment, identity=identity)
     if name == "none":
-        return PlainCache(storage, export_alignment=export_alignment)
-    cap = options.max_states_per_path
-    given = {
-        "strategy": _strategy(options.strategy, storage.page_tokens[0]),
-        "state_chunk": options.state_chunk,
-        "interval": options.track_interval,
-        "path_cap": None if cap == -1 else cap,
-    }
-    kind = SGLangCache if options.compat == "sglang" else RadixCache
-    cache = kind(
-        storage,
-        export_alignment=export_alignment,
-        identity=identity,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+        return PlainCache(storage, **whose)
+    if name == "blocks":
+        arguments = whose | _block_arguments(options)
+        if options.compat:
+            return VLLMCache(storage, inner_checkpoint=export_alignment, **arguments)
+        return BlockCache(storage, **arguments)
+    kind = SGLangCache if options.compat else RadixCache
+    cache = kind(storage, **whose, **_radix_arguments(options, storage.page_tokens[0]))
     if kind is SGLangCache and cache.tracks_pieces and largest_piece < cache.grids.checkpoint:
         warnings.warn(
             f"no piece of prefill is as long as the checkpoint grid ({cache.grids.checkpoint} "
@@ -112,6 +122,28 @@ def build_cache(
             stacklevel=2,
         )
     return cache
+
+
+def _radix_arguments(options: CacheOptions, page: int) -> dict[str, object]:
+    cap = options.max_states_per_path
+    return _given(
+        strategy=_strategy(options.strategy, page),
+        state_chunk=options.state_chunk,
+        interval=options.track_interval,
+        path_cap=None if cap == -1 else cap,
+    )
+
+
+def _block_arguments(options: CacheOptions) -> dict[str, object]:
+    given = _given(state_block=options.state_block, hash_unit=options.hash_unit)
+    if options.retention is not None:
+        given["retention"] = None if options.retention == DENSE else options.retention
+    return given
+
+
+def _given(**arguments: object) -> dict[str, object]:
+    """Those that are not left to the cache."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _strategy(name: str | None, page: int) -> str | None:

@@ -9,12 +9,13 @@ from typing import Any
 from kernels.packing import integers
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as an int of at least 1; ValueError, naming it, if it is none. A bool is none."""
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """The value as an int of at least `least`; ValueError, naming it, if it is none. A bool is
+    none."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return int(value)
 
 

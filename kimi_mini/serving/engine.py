@@ -105,6 +105,7 @@ class Engine:
             kv_pages=kv_pages,
             cache_bytes=cache_bytes,
             poison=poison,
+            one_count=cache_options.compat == "vllm",
         )
         self.cache = build_cache(
             prefix_cache,

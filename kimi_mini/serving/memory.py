@@ -17,6 +17,7 @@ from kimi_mini.serving.checks import check_count
 
 DEFAULT_SLOTS = 16
 DEFAULT_ROWS = 65536  # latent rows; no more than every slot's full context
+DEFAULT_BLOCKS = 512  # of pages and slots each, where one list counts both
 
 
 class Memory(NamedTuple):
@@ -35,18 +36,24 @@ def allocate(
     kv_pages: int | None = None,
     cache_bytes: int | None = None,
     poison: bool = False,
+    one_count: bool = False,
 ) -> Memory:
-    """Pools for `model`. ValueError for numbers that contradict each other, that hold nothing, or
-    that this machine does not have the memory for."""
+    """Pools for `model`. one_count: there are to be as many pages as slots (decision 30).
+
+    ValueError for numbers that contradict each other, that hold nothing, or that this machine does
+    not have the memory for.
+    """
     page = check_count("page", page)
     given = {"state_slots": state_slots, "kv_pages": kv_pages, "cache_bytes": cache_bytes}
     state_slots, kv_pages, cache_bytes = (
         None if number is None else check_count(name, number) for name, number in given.items()
     )
     sizes = state_sizes(model.config, model.dtype, page)
-    if cache_bytes is not None:
-        if state_slots is not None and kv_pages is not None:
-            raise ValueError("give state_slots and kv_pages, or cache_bytes, not all three")
+    if cache_bytes is not None and state_slots is not None and kv_pages is not None:
+        raise ValueError("give state_slots and kv_pages, or cache_bytes, not all three")
+    if one_count:
+        state_slots = kv_pages = _one_count(sizes, state_slots, kv_pages, cache_bytes)
+    elif cache_bytes is not None:
         state_slots, kv_pages = counts_within(cache_bytes, sizes, state_slots, kv_pages)
     if state_slots is None:
         state_slots = DEFAULT_SLOTS
@@ -67,3 +74,25 @@ def allocate(
         poison=poison,
     )
     return Memory(storage, state, sizes)
+
+
+def _one_count(
+    sizes: Sizes, state_slots: int | None, kv_pages: int | None, cache_bytes: int | None
+) -> int:
+    """How many blocks there are if each id is a page or a slot, as its holder likes."""
+    given = {count for count in (state_slots, kv_pages) if count is not None}
+    if len(given) > 1:
+        raise ValueError(
+            "one list counts pages and slots here: state_slots and kv_pages must be equal, got "
+            f"{state_slots:,} and {kv_pages:,}"
+        )
+    block_bytes = sizes.slot_bytes + sizes.page_bytes
+    if cache_bytes is None:
+        return given.pop() if given else DEFAULT_BLOCKS
+    count = cache_bytes // block_bytes - 1
+    if count < max({1} | given):
+        raise ValueError(
+            f"{cache_bytes:,} bytes of cache do not hold {max({1} | given):,} block(s) of "
+            f"{block_bytes:,} bytes, a page and a slot each, with their sinks"
+        )
+    return given.pop() if given else count

@@ -15,7 +15,7 @@ from kernels.dispatcher import BACKENDS
 from kimi_mini.cli import UserError, check_seed, set_threads
 from kimi_mini.config_file import shown
 from kimi_mini.dtypes import DTYPES
-from kimi_mini.serving.caches import PREFIX_CACHES, CacheOptions, check_prefix_cache
+from kimi_mini.serving.caches import DENSE, PREFIX_CACHES, CacheOptions, check_prefix_cache
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.request import Prompt
@@ -44,6 +44,12 @@ ROOM = {
     "cache_bytes": "bytes for both, or for the one that is not given",
     "page": "latent rows a page",
 }
+
+
+def _interval(text: str) -> int | str:
+    return text if text == DENSE else int(text)
+
+
 CACHE = {  # the engine's names → `CacheOptions`
     "mamba_radix_cache_strategy": (
         "strategy",
@@ -53,7 +59,14 @@ CACHE = {  # the engine's names → `CacheOptions`
     "mamba_track_interval": ("track_interval", int, "tokens between checkpoints in decode"),
     "mamba_max_states_per_path": ("max_states_per_path", int, "checkpoints of a path; -1: no cap"),
     "state_chunk": ("state_chunk", int, "tokens between checkpoints in prefill (64)"),
-    "compat": ("compat", str, "rules of an engine to the letter: sglang"),
+    "mamba_block_size": ("state_block", int, "tokens of a state block (64)"),
+    "prefix_match_unit": ("hash_unit", int, "tokens of a link of the hash chain"),
+    "prefix_cache_retention_interval": (
+        "retention",
+        _interval,
+        "tokens between states that stay; 0: only where one will be wanted; none: all (0)",
+    ),
+    "compat": ("compat", str, "rules of an engine to the letter: sglang, vllm"),
 }
 CONTROL = {
     "cache_salt": ("share prefixes only with requests of the same salt", {}),

@@ -90,6 +90,7 @@ class Sequence:
             must_fit=True,
             checkpoint_at=self.control.checkpoint_at,
             key_cap=0 if self.scores_prompt else None,
+            prompt=self.prompt_tokens,
         )
 
     def entered(self, lease: Lease) -> None:

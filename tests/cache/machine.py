@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from cache.leases import CacheRequest, Lease, StepPlan, Wait
 from cache.pools.storage import Storage
-from cache.radix.manager import RadixCache
 from cache.state_cache import StateCache
 from tests.cache.driving import Driver
 from tests.cache.memory import Shape
@@ -196,9 +195,8 @@ class ContractMachine(RuleBasedStateMachine):
             driver.drain()
             happened = type(self).happened
             happened.update(driver.counts + driver.waits)
-            if isinstance(driver.cache, RadixCache):
-                tokens, states, _ = driver.cache.stats().evictions
-                happened.update({"evicted tokens": tokens, "evicted states": states})
+            tokens, states, _ = driver.cache.stats().evictions
+            happened.update({"evicted tokens": tokens, "evicted states": states})
 
 
 def machine_of(

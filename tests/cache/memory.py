@@ -79,7 +79,7 @@ class RealMemory:
                 pool.tensors[0][:, table[index], place] = mark[t + 1]
         for g, pool in enumerate(self.storage.states):
             kept = [(end, plan.slots[g])]
-            kept += [(plan.start + e.offset, e.slots[g]) for e in plan.exports]
+            kept += [(plan.start + e.offset, e.slots[g]) for e in plan.exports if e.slots[g] > 0]
             for boundary, slot in kept:
                 for tensor in pool.tensors:
                     tensor[:, slot] = mark[boundary]

@@ -167,7 +167,7 @@ def test_a_seed_gives_the_same_text_again(generate):
         (("--turns", "chat.txt", "--prompt", "a", "--prompt", "b"), "--turns is one conversation"),
         ((*RADIX, "--turns", "nowhere.txt"), "nowhere.txt"),
         ((*RADIX, "--turns", "."), "directory"),
-        (("--prefix-cache", "blocks"), "prefix_cache 'blocks' is not there yet; use none, radix"),
+        (("--prefix-cache", "blocks", "--state-chunk", "64"), "prefix_cache 'blocks' has compat"),
         (("--prefix-cache", "tree"), "invalid choice"),
         (("--stop", ""), "stop must be"),
         (("--n", "0"), "n must be an integer in 1..16384, got 0"),

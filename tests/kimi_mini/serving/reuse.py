@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from cache.leases import CopyKind, StepPlan
 from cache.pools.allocator import Handle
 from cache.pools.pool import Pool
-from cache.radix import key as keys
 from cache.radix.node import Node
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams
 from kimi_mini.batch import ForwardBatch, allocate_state
@@ -28,22 +28,59 @@ from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.outputs import CompletionOutput
 from kimi_mini.serving.request import Request
 from tests.kimi_mini.serving.alone import alone, assert_same, small_config, stateless
+from tests.kimi_mini.serving.holdings import EVERYTHING, Held, holdings_of, part_of, tokens_to
 
 EXACT = 1e-10  # of the largest, float64 (decision 9)
 
 
 class Rules(NamedTuple):
-    """Whose rules: a strategy under ours, or under the engine's own."""
+    """Whose rules: "blocks", or the strategy of a tree; ours, or under the engine's own."""
 
-    strategy: str
+    name: str
     compat: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.compat or 'ours'}-{self.strategy}"
+        return f"{self.compat or 'ours'}-{self.name}"
+
+    @property
+    def blocks(self) -> bool:
+        return self.name == "blocks"
+
+    @property
+    def page(self) -> int:
+        """Where nothing else is said: the product's, or the only one that there is."""
+        return 1 if self.name == "no_buffer" else 16
+
+    def engine(self, **options) -> dict[str, object]:
+        """Arguments of an engine; options: its own and the cache's. One list counts pages and slots
+        by the rules of vLLM: both get the larger number."""
+        names = {field.name for field in dataclasses.fields(CacheOptions)}
+        own = {name: options.pop(name) for name in names & options.keys()}
+        if not self.blocks:
+            own = {"strategy": self.name} | own
+        counts = {"state_slots", "kv_pages"} & options.keys()
+        if self.compat == "vllm" and counts:
+            options |= dict.fromkeys(counts, max(options[name] for name in counts))
+        return (
+            dict(
+                prefix_cache="blocks" if self.blocks else "radix",
+                cache_options=CacheOptions(**{"compat": self.compat} | own),
+                page=self.page,
+            )
+            | options
+        )
+
+
+def a_few(cases: Sequence, every: int) -> list:
+    """All of them for the slow run, in the default run one of so many."""
+    slow = pytest.mark.slow
+    return [pytest.param(c, marks=slow) if i % every else c for i, c in enumerate(cases)]
 
 
 STRATEGIES = ("no_buffer", "extra_buffer", "extra_buffer_lazy")
-RULES = [Rules(strategy, compat) for compat in (None, "sglang") for strategy in STRATEGIES]
+TREES = [Rules(strategy, compat) for compat in (None, "sglang") for strategy in STRATEGIES]
+BLOCKS = [Rules("blocks"), Rules("blocks", "vllm")]
+RULES = [*TREES, *BLOCKS]
 DEFAULT = Rules("extra_buffer")
 
 
@@ -67,16 +104,8 @@ def hybrid_model(
 
 
 def reusing(model: KimiForCausalLM | None = None, rules: Rules = DEFAULT, **options) -> Engine:
-    """A poisoned, audited engine with a radix cache; options: the engine's and the cache's."""
-    names = {field.name for field in dataclasses.fields(CacheOptions)}
-    own = {name: options.pop(name) for name in names & options.keys()}
-    cache_options = CacheOptions(**{"strategy": rules.strategy, "compat": rules.compat} | own)
-    if rules.strategy == "no_buffer":
-        options.setdefault("page", 1)
-    return Engine(
-        model or hybrid_model(), prefix_cache="radix", cache_options=cache_options,
-        poison=True, audit=True, **options,
-    )  # fmt: skip
+    """A poisoned, audited engine with a prefix cache; options: the engine's and the cache's."""
+    return Engine(model or hybrid_model(), poison=True, audit=True, **rules.engine(**options))
 
 
 def greedy(max_tokens: int, **values) -> SamplingParams:
@@ -106,19 +135,13 @@ def nodes(engine: Engine) -> dict[tuple[int, ...], Node]:
     return {tokens_to(node): node for node in engine.cache.tree.nodes()}
 
 
-def tokens_to(node: Node) -> tuple[int, ...]:
-    """The tokens from the root to the end of a node."""
-    edges = [keys.decode(part.key) for part in node.path()]
-    return tuple(token for edge in reversed(edges) for token in edge)
-
-
 def checkpoints(engine: Engine) -> list[int]:
-    """Boundaries of all states in the tree, ascending."""
-    return sorted(node.depth for node in engine.cache.tree.nodes() if node.state is not None)
+    """Boundaries of all states in the cache, ascending."""
+    return holdings_of(engine).checkpoints()
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nobody runs, all that is held is the tree's, nothing is locked; and cleared, all is free."""
+    """Nobody runs, all that is held is the cache's, nothing is locked."""
     assert not engine.has_unfinished
     assert not engine.scheduler.running and not engine.scheduler.waiting
     engine.cache.audit()
@@ -126,19 +149,18 @@ def assert_idle(engine: Engine) -> None:
     assert stats.leases == 0
     for pool in stats.pools:
         assert pool.free + pool.cached == pool.size, pool
-    ledger = engine.cache.tree.ledger()
-    assert (ledger.kv_protected, ledger.state_protected) == (0, 0)
-    assert not engine.cache.tree.receipts
+    holdings_of(engine).assert_unlocked()
 
 
 def assert_all_comes_back(engine: Engine) -> None:
-    """Idle, and evicting everything leaves every pool full and no node behind."""
+    """Idle, and evicting everything leaves every pool full and nothing in the books."""
     assert_idle(engine)
-    tree = engine.cache.tree
-    tree.evict_kv(1 << 30)
+    holdings = holdings_of(engine)
+    holdings.evict_kv(EVERYTHING)
+    holdings.evict_states(EVERYTHING)
     engine.cache.audit()
     assert all(pool.free_count == pool.size for pool in engine.cache.storage)
-    assert not tree.root.children and not list(tree.nodes())
+    holdings.assert_empty()
     engine.cache.clear()
     engine.cache.audit()
 
@@ -191,6 +213,14 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+class Kept(NamedTuple):
+    """What was published: where, what it is, and what it was."""
+
+    handle: Handle
+    what: Held
+    copies: list[Tensor]
+
+
 class Witness:
     """Watches an engine from its beginning.
 
@@ -216,8 +246,9 @@ class Witness:
         self.pieces: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.restored: list[int] = []
         self.published = 0
+        self.holdings = holdings_of(engine) if engine.reuses else None
         self._faults: list[str] = []
-        self._kept: dict[tuple[str, int], tuple[Handle, list[Tensor], int]] = {}
+        self._kept: dict[tuple[str, int], Kept] = {}
         executor, cache = engine.executor, engine.cache
         self._run, executor.run = executor.run, self._watched_run
         self._copy, executor.copy = executor.copy, self._watched_copy
@@ -226,55 +257,54 @@ class Witness:
             pool.evict = functools.partial(self._watched_evict, pool, pool.evict)
 
     def look(self) -> None:
-        """Take copies of what is new in the tree, compare what is not."""
-        if not self.engine.reuses:
+        """Take copies of what is new in the cache, compare what is not."""
+        if self.holdings is None:
             return
-        held: dict[tuple[str, int], tuple[Pool, int, int, Node]] = {}
-        pages, states = self.engine.cache.storage
-        page = self.engine.cache.page
-        # deepest states first: the truth of one has the rows of its whole path
-        for node in sorted(self.engine.cache.tree.nodes(), key=lambda node: -node.depth):
-            if node.state is not None:
-                held[states.unit, node.state] = states, node.state, node.depth, node
-        for node in self.engine.cache.tree.nodes():
-            first = node.depth - len(node.pages) * page
-            for i, index in enumerate(node.pages):
-                held[pages.unit, index] = pages, index, first + i * page, node
-        for name, (pool, index, boundary, node) in held.items():
-            if self._known(pool, index):
-                self._compare(pool, index)
-                continue
-            handle = pool.allocator.handle(index)
-            self._kept[name] = handle, [t[:, index].clone() for t in pool.tensors], boundary
+        for name, what in self._held().items():
+            kept = self._known(what.pool, what.index)
+            if kept is not None and what.goes_on(kept.what):
+                self._compare(kept)
+                if what.boundary == kept.what.boundary:
+                    continue
+            handle = what.pool.allocator.handle(what.index)
+            self._kept[name] = Kept(handle, what, [part.clone() for part in what.content()])
             self.published += 1
             if self.truth is not None:
-                self._ask(pool, index, boundary, node)
+                self._ask(what)
+
+    def _held(self) -> dict[tuple[str, int], Held]:
+        """By place. What is not held any more may change."""
+        held = {(what.pool.unit, what.index): what for what in self.holdings.held()}
         for name in self._kept.keys() - held.keys():
             del self._kept[name]
+        return held
 
-    def _known(self, pool: Pool, index: int) -> bool:
+    def _known(self, pool: Pool, index: int) -> Kept | None:
         kept = self._kept.get((pool.unit, index))
-        return kept is not None and pool.allocator.is_live(kept[0])
+        return kept if kept is not None and pool.allocator.is_live(kept.handle) else None
 
-    def _compare(self, pool: Pool, index: int) -> None:
-        _, copies, boundary = self._kept[pool.unit, index]
-        for tensor, copy in zip(pool.tensors, copies, strict=True):
-            if not torch.equal(tensor[:, index], copy):
-                self._faults.append(f"I-12: {pool.unit} {index} of {boundary} has changed")
+    def _compare(self, kept: Kept) -> None:
+        for part, copy in zip(kept.what.content(), kept.copies, strict=True):
+            if not torch.equal(part, copy):
+                self._faults.append(f"I-12: {_named(kept.what)} has changed")
 
-    def _ask(self, pool: Pool, index: int, boundary: int, node: Node) -> None:
-        tokens = tokens_to(node)
-        if pool.unit == "page":
-            rows = self.truth.latent(tokens)[:, boundary : boundary + self.engine.cache.page]
-            expected = (rows,)
+    def _ask(self, what: Held) -> None:
+        if what.is_state:
+            expected = self.truth.of(what.tokens)[:2]
         else:
-            expected = self.truth.of(tokens)[:2]
-        for tensor, own in zip(pool.tensors, expected, strict=True):
-            if (far := distance(tensor[:, index], own)) > EXACT:
-                self._faults.append(f"I-01: {pool.unit} {index} of {boundary} is off by {far:.1e}")
+            expected = (self.truth.latent(what.tokens)[:, what.start :],)
+        for part, own in zip(what.content(), expected, strict=True):
+            if (far := distance(part, own)) > EXACT:
+                self._faults.append(f"I-01: {_named(what)} is off by {far:.1e}")
 
     def _watched_run(self, plans: Sequence, wanted: Sequence[range]) -> list[Tensor]:
+        for plan in plans if self.holdings else ():
+            self.holdings.learn(plan)
+            if plan.start and not plan.lease.ran:
+                self._resumed(plan)
         logits = self._run(plans, wanted)
+        if self.holdings:
+            self._held()
         for plan, rows, positions in zip(plans, logits, wanted, strict=True):
             name = plan.lease.request.name
             self.pieces[name].append((plan.start, plan.end))
@@ -283,6 +313,18 @@ class Witness:
             if self.running:
                 self._ask_running(plan)
         return logits
+
+    def _resumed(self, plan: StepPlan) -> None:
+        """A first piece begins with the state of its boundary, in one copy or by a detour."""
+        states, source = self.engine.cache.storage.states[0], plan.slots[0]
+        for kind, _, before, after in reversed(plan.copies):
+            if kind is CopyKind.STATE and after == source:
+                source = before
+        kept = self._known(states, source)
+        if kept is None or kept.what.boundary != plan.start:
+            own = "nothing" if kept is None else _named(kept.what)
+            self._faults.append(f"I-14: resumed at {plan.start} from {own}")
+        self.restored.append(plan.start)
 
     def _ask_running(self, plan: StepPlan) -> None:
         truth = self.truth.of(plan.lease.tokens[: plan.end])
@@ -293,30 +335,33 @@ class Witness:
                 self._faults.append(f"I-04: the state of {name} at {plan.end} is off by {far:.1e}")
 
     def _watched_copy(self, copies: Iterable) -> None:
+        storage = self.engine.cache.storage
         for copy in copies:
             self._copy([copy])
             kind, group, source, destination = copy
-            assert kind is CopyKind.STATE
-            pool = self.engine.cache.storage.states[group]
-            if not self._known(pool, source):
+            pool = (storage.states if kind is CopyKind.STATE else storage.pages)[group]
+            kept = self._known(pool, source)
+            if kept is None:
                 continue  # a snapshot of a running state
-            _, kept, boundary = self._kept[pool.unit, source]
-            self.restored.append(boundary)
-            for tensor, own in zip(pool.tensors, kept, strict=True):
-                if not torch.equal(tensor[:, destination], own):
-                    self._faults.append(f"I-14: not restored whole at {boundary}")
+            for tensor, own in zip(pool.tensors, kept.copies, strict=True):
+                if not torch.equal(part_of(tensor, destination, kept.what), own):
+                    self._faults.append(f"I-14: {_named(kept.what)} is not restored whole")
 
     def _watched_evict(self, pool: Pool, evict, indices: Iterable[int]) -> None:
         indices = list(indices)
         for index in indices:
-            if self._known(pool, index):
-                self._compare(pool, index)
+            if (kept := self._known(pool, index)) is not None:
+                self._compare(kept)
         evict(indices)
 
     def _watched_audit(self) -> None:
         self._audit()
         self.look()
         assert not (self.strict and self._faults), self._faults
+
+
+def _named(what: Held) -> str:
+    return f"{what.pool.unit} {what.index}, {what.start} to {what.boundary}"
 
 
 class Run(NamedTuple):

@@ -4,10 +4,13 @@ import warnings
 
 import pytest
 
+from cache.blocks.manager import BlockCache
+from cache.blocks.vllm import VLLMCache
 from cache.plain import PlainCache
 from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
 from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
+from kimi_mini.serving.memory import DEFAULT_BLOCKS
 from tests.cache.memory import Shape, make_storage
 from tests.kimi_mini.serving.alone import oracle_engine
 
@@ -63,6 +66,38 @@ def test_the_engine_builds_it_over_its_own_memory():
     assert (engine.cache.strategy, engine.cache.grids.checkpoint) == ("no_buffer", 48)
 
 
+def test_blocks_have_the_products_rules():
+    """Decision 22: KV block 16, state block 64, hash unit 16, retention 0."""
+    cache = built("blocks")
+    assert type(cache) is BlockCache
+    assert (cache.sizes.attention, cache.sizes.states, cache.sizes.unit) == ((16,), (64,), 16)
+    assert (cache.retention.interval, cache.sizes.partial_hits) == (0, True)
+
+
+def test_options_reach_the_blocks():
+    cache = built("blocks", page=8, state_block=32, hash_unit=4, retention=64)
+    assert (cache.sizes.attention, cache.sizes.states, cache.sizes.unit) == ((8,), (32,), 4)
+    assert cache.retention.interval == 64
+    assert built("blocks", retention="none").retention.interval is None
+
+
+def test_under_the_engines_rules_one_list_counts_pages_and_slots():
+    """Decision 30: the engine makes as many of each; who gives both must give them equal."""
+    rules = dict(prefix_cache="blocks", cache_options=CacheOptions(compat="vllm"))
+    for given, count in [(dict(state_slots=9), 9), (dict(kv_pages=7), 7), ({}, DEFAULT_BLOCKS)]:
+        engine = oracle_engine(**rules, **given)
+        assert type(engine.cache) is VLLMCache
+        assert [pool.size for pool in engine.cache.storage] == [count, count]
+    with pytest.raises(ValueError, match="must be equal, got 9 and 7"):
+        oracle_engine(**rules, state_slots=9, kv_pages=7)
+    with pytest.raises(ValueError, match="do not hold 1 block.s. of"):
+        oracle_engine(**rules, cache_bytes=1)
+    sizes = oracle_engine(**rules).memory.sizes
+    room = 5 * (sizes.page_bytes + sizes.slot_bytes)
+    engine = oracle_engine(**rules, cache_bytes=room)
+    assert [pool.size for pool in engine.cache.storage] == [4, 4]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -75,6 +110,10 @@ def test_the_engine_builds_it_over_its_own_memory():
         (dict(max_states_per_path=0), "max_states_per_path must be -1 .no cap. or at least 1, g"),
         (dict(max_states_per_path=-2), "max_states_per_path must be -1 .no cap. or at least 1, g"),
         (dict(max_states_per_path=1.5), "max_states_per_path must be -1 .no cap. or at least 1"),
+        (dict(state_block=0), "state_block must be at least 1, got 0"),
+        (dict(hash_unit=1.5), "hash_unit must be an integer of at least 1, got 1.5"),
+        (dict(retention=-1), "retention must be at least 0, got -1"),
+        (dict(retention="all"), "retention must be an integer of at least 0, got 'all'"),
     ],
 )
 def test_options_out_of_range_are_named(options, message):
@@ -87,9 +126,15 @@ def test_options_out_of_range_are_named(options, message):
     [
         ("tree", {}, "prefix_cache must be one of none, radix, blocks; got 'tree'"),
         ("", {}, "prefix_cache must be one of"),
-        ("blocks", {}, "prefix_cache 'blocks' is not there yet; use none, radix"),
-        ("none", dict(state_chunk=64), "prefix_cache 'none' has no options, got state_chunk"),
+        ("none", dict(state_chunk=64), "prefix_cache 'none' has no options; got state_chunk"),
         ("none", dict(compat="sglang", strategy="no_buffer"), "got compat, strategy"),
+        (
+            "blocks",
+            dict(state_chunk=64),
+            "'blocks' has compat, state_block, hash_unit, retention; got",
+        ),
+        ("radix", dict(retention=0), "'radix' has compat, strategy, .*; got retention"),
+        ("blocks", dict(compat="sglang"), "compat of prefix_cache 'blocks' must be vllm; got"),
         ("radix", dict(compat="vllm"), "compat of prefix_cache 'radix' must be sglang; got 'vllm'"),
     ],
 )

@@ -303,7 +303,6 @@ def test_a_request_that_computes_nothing_needs_no_room_and_one_that_scores_needs
     [
         (dict(max_batch_tokens=0), "max_batch_tokens must be at least 1, got 0"),
         (dict(prefill_chunk=-1), "prefill_chunk must be at least 1, got -1"),
-        (dict(prefix_cache="blocks"), "'blocks' is not there yet; use none, radix"),
         (dict(prefix_cache="tree"), "must be one of none, radix, blocks; got 'tree'"),
         (dict(page=0), "page must be at least 1, got 0"),
         (dict(state_slots=0), "state_slots must be at least 1, got 0"),

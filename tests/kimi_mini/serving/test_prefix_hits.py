@@ -1,4 +1,4 @@
-"""A hit gives what a cold run gives: every strategy, by our rules and by the engine's own.
+"""A hit gives what a cold run gives: trees and blocks, by our rules and by the engines' own.
 
 float64: tokens, logprobs and raw logits equal those of the stateless model, whatever the pieces.
 float32: the same bits, where one request runs alone and the cold run, the hit and the run that
@@ -7,21 +7,27 @@ wrote the checkpoint are cut at that boundary and into the same pieces (decision
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from cache.blocks.groups import StateGroup
+from cache.blocks.manager import BlockCache
 from cache.pools.allocator import OwnershipError
 from kimi_mini import Engine
 from tests.kimi_mini.serving.reuse import (
+    BLOCKS,
+    DEFAULT,
     RULES,
     STRATEGIES,
+    TREES,
     Rules,
     Run,
     Truth,
     Witness,
+    a_few,
     assert_all_comes_back,
     assert_as_cold,
     checkpoints,
@@ -36,28 +42,38 @@ TRUTH = {kernel_chunk: Truth(hybrid_model(kernel_chunk=kernel_chunk)) for kernel
 
 
 class Case(NamedTuple):
-    """piece: tokens of one step."""
+    """grid: of a tree's states, or tokens of a state block. piece: tokens of one step. others: of
+    the cache's options."""
 
     rules: Rules
     page: int
-    state_chunk: int
+    grid: int
     piece: int
     kernel_chunk: int = 16
+    others: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
         kernel = "" if self.kernel_chunk == 16 else f"-kernel{self.kernel_chunk}"
-        return f"{self.rules}-page{self.page}-grid{self.state_chunk}-piece{self.piece}{kernel}"
+        others = "".join(f"-{name}={value}" for name, value in self.others)
+        return f"{self.rules}-page{self.page}-grid{self.grid}-piece{self.piece}{kernel}{others}"
 
     def engine(self, dtype: torch.dtype = torch.float64) -> Engine:
+        tree = dict(state_chunk=self.grid, track_interval=self.page)
+        own = dict(state_block=self.grid) if self.rules.blocks else tree
         return reusing(
             hybrid_model(dtype, kernel_chunk=self.kernel_chunk), self.rules, page=self.page,
-            state_chunk=self.state_chunk, prefill_chunk=self.piece, track_interval=self.page,
-            state_slots=12, kv_pages=-(-900 // self.page),
+            prefill_chunk=self.piece, state_slots=12, kv_pages=-(-900 // self.page),
+            **own | dict(self.others),
         )  # fmt: skip
+
+    @property
+    def decoded(self) -> bool:
+        """Whether states of what is decoded are kept, too."""
+        return not self.rules.blocks or dict(self.others).get("retention", 0) != 0
 
 
 def pages_of(rules: Rules) -> tuple[int, ...]:
-    return (1,) if rules.strategy == "no_buffer" else (1, 16, 48)
+    return (1,) if rules.name == "no_buffer" else (1, 16, 48)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -71,37 +87,62 @@ def tokens(seed: int, count: int) -> list[int]:
 def odd_piece(rules: Rules, page: int, grid: int) -> int:
     """Pieces that divide neither page nor grid. The engine's tracked strategies keep nothing of a
     piece that is shorter than their grid."""
-    if rules.compat is None or rules.strategy == "no_buffer":
+    if rules.compat is None or rules.name == "no_buffer":
         return {1: 37, 16: 21, 48: 40}[page]
     return math.lcm(max(grid, page), page) + 5
 
 
 GRIDS = (16, 48, 64)
-EVERY = [
+TREE_CASES = [
     Case(rules, page, grid, odd_piece(rules, page, grid))
-    for rules in RULES
+    for rules in TREES
     for page in pages_of(rules)
     for grid in GRIDS
 ]
-# each page of each strategy, and each grid of no_buffer
-SOME = [
-    case
-    for i, case in enumerate(EVERY)
-    if case.rules.strategy == "no_buffer" or i % 3 == RULES.index(case.rules) % 3
+BLOCK_CASES = [
+    Case(rules, page, block, odd_piece(rules, page, block), others=(("retention", retention),))
+    for rules in BLOCKS
+    for page in pages_of(rules)
+    for block in GRIDS
+    for retention in (0, "none", math.lcm(page, block))
+]
+# hashes finer than what divides all blocks
+FINE_CASES = [
+    Case(rules, page, block, odd_piece(rules, page, block), others=(("hash_unit", unit), kept))
+    for rules in BLOCKS
+    for page, block, unit in [(16, 64, 8), (48, 64, 4), (16, 48, 2)]
+    for kept in [("retention", "none"), ("retention", 0)]
 ]
 KERNEL_64 = [
     Case(Rules("extra_buffer"), 16, 48, 40, 64),
     Case(Rules("extra_buffer_lazy"), 48, 16, 50, 64),
     Case(Rules("no_buffer"), 1, 64, 33, 64),
+    Case(Rules("blocks"), 16, 48, 40, 64),
+    Case(Rules("blocks", "vllm"), 48, 16, 80, 64),
+]
+# steps that meet every page, grid and retention
+CASES = [
+    *a_few(TREE_CASES, 5),
+    *a_few(BLOCK_CASES, 8),
+    *a_few(FINE_CASES, 5),
+    *a_few(KERNEL_64, 2),
 ]
 
 
-def hit_equals_cold(case: Case) -> None:
+def unit_of(engine: Engine) -> int:
+    """What hits of our rules are multiples of."""
+    cache = engine.cache
+    return cache.sizes.hits if isinstance(cache, BlockCache) else cache.unit
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_and_logits_of_a_hit_are_those_of_a_cold_run(case):
     """Prompts of n * page - 1, n * page and n * page + 1 tokens, each the beginning of the next,
     with others in between; then the conversation goes on, and once more from its middle."""
     engine, truth = case.engine(), TRUTH[case.kernel_chunk]
     witness = Witness(engine, truth=truth)
-    top = max(64, case.page * 2, engine.cache.grids.checkpoint + case.page)
+    chunk = max(case.grid, case.page)
+    top = max(64, case.page * 2, math.lcm(chunk, case.page) + case.page)
     long, other = tokens(1, top + 1), tokens(2, 70)
     seen = []
 
@@ -123,22 +164,11 @@ def hit_equals_cold(case: Case) -> None:
     assert witness.restored == [boundary for boundary in seen if boundary]
     assert sum(boundary > 0 for boundary in seen) >= 3, seen
     if case.rules.compat is None:
-        unit = engine.cache.unit
+        unit = unit_of(engine)
         least = (n // unit * unit for n in (top - 2, top - 1, top - 1))
         assert all(hit >= bound for hit, bound in zip(seen[2:5], least, strict=True)), seen
         assert seen[8] >= seen[7] >= seen[6] >= top // unit * unit
     assert_all_comes_back(engine)
-
-
-@pytest.mark.parametrize("case", SOME + KERNEL_64, ids=str)
-def test_tokens_and_logits_of_a_hit_are_those_of_a_cold_run(case):
-    hit_equals_cold(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_the_same_for_every_page_and_grid(case):
-    hit_equals_cold(case)
 
 
 def others_read_while_the_writer_goes_on(engine: Engine, witness: Witness) -> None:
@@ -146,7 +176,7 @@ def others_read_while_the_writer_goes_on(engine: Engine, witness: Witness) -> No
     prompt at once, sampled; then A's prompt and all that it said, once more."""
     prompt = tokens(1, 100)
     writer = engine.add_request(prompt, greedy(24))
-    while len(writer.sequences[0].output_ids) < 3:
+    while engine.has_unfinished and len(writer.sequences[0].output_ids) < 3:
         engine.step()
     assert checkpoints(engine), "nothing to read"
     readers = [
@@ -168,10 +198,10 @@ def others_read_while_the_writer_goes_on(engine: Engine, witness: Witness) -> No
 
 
 def roomy(rules: Rules) -> Engine:
-    page = 1 if rules.strategy == "no_buffer" else 16
+    tree = dict(state_chunk=16, track_interval=16)
+    own = dict(state_block=16, hash_unit=8, retention="none") if rules.blocks else tree
     return reusing(
-        None, rules, page=page, state_chunk=16, prefill_chunk=80, track_interval=16,
-        state_slots=30, kv_pages=1600 // page,
+        None, rules, prefill_chunk=80, state_slots=30, kv_pages=1600 // rules.page, **own
     )  # fmt: skip
 
 
@@ -186,9 +216,14 @@ def test_checkpoints_stay_what_they_were_while_many_read_them_and_go_on(rules):
 # pieces end on every grid there is, so that what is cut alike needs no help
 IDENTICAL = [
     Case(rules, page, grid, math.lcm(page, grid, 16))
-    for i, rules in enumerate(RULES)
+    for i, rules in enumerate(TREES)
     for page, grid in [(1, GRIDS[i % 3]), (16, 48), (48, 64)]
     if page in pages_of(rules)
+]
+IDENTICAL += [
+    Case(rules, page, block, math.lcm(page, block, 16), others=(("retention", retention),))
+    for rules in BLOCKS
+    for page, block, retention in [(16, 16, 0), (16, 48, "none"), (48, 16, 48), (48, 64, "none")]
 ]
 TAILS = (1, 5, 16)  # tokens behind the last cut: the prompt ends on it, off a page, on a page
 
@@ -220,12 +255,10 @@ def assert_same_bits(hit: Run, cold: Run) -> None:
         assert torch.equal(row, cold.logits[position]), position
 
 
-@pytest.mark.parametrize(
-    "case, tail", [(case, TAILS[i % 3]) for i, case in enumerate(IDENTICAL)], ids=str
-)
-def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case, tail):
+@pytest.mark.parametrize("case", a_few(IDENTICAL, 2), ids=str)
+def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case):
     """A, B, A without reading, A, and another that parts from A at the boundary."""
-    cut = 2 * case.piece
+    cut, tail = 2 * case.piece, TAILS[IDENTICAL.index(case) % 3]
     prompt, other = tokens(1, cut + tail), tokens(2, case.piece + 7)
     branch = [*prompt[:cut], *tokens(3, 9)]
     engine = case.engine(torch.float32)
@@ -245,19 +278,19 @@ def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case, tail):
     assert_all_comes_back(engine)
 
 
-@pytest.mark.parametrize("case", [c for c in IDENTICAL if c.piece < 100], ids=str)
+@pytest.mark.parametrize("case", a_few([c for c in IDENTICAL if c.decoded], 3), ids=str)
 def test_a_hit_on_what_was_decoded_gives_the_bits_of_a_cold_run_token_by_token(case):
     """What decode wrote one token at a time is prefilled so by the cold run."""
     prompt = tokens(1, 2 * case.piece - 9)
     engine = case.engine(torch.float32)
     witness = Witness(engine)
-    said = watched(witness, prompt, greedy(11)).own.token_ids  # beyond the cut
+    writer = watched(witness, prompt, greedy(11))  # beyond the cut
     watched(witness, tokens(2, 40), greedy(3))
-    again = [*prompt, *said, *tokens(3, 7)]
+    again = [*prompt, *writer.own.token_ids, *tokens(3, 7)]
     hit = watched(witness, again, greedy(5))
     assert hit.own.cached_tokens > len(prompt), "nothing of what was decoded"
-    token_by_token = range(len(prompt), hit.own.cached_tokens + 1)
-    cold = watched(Witness(cold_engine(case, token_by_token)), again, greedy(5))
+    cuts = [end for _, end in writer.pieces if end <= hit.own.cached_tokens]
+    cold = watched(Witness(cold_engine(case, cuts)), again, greedy(5))
     assert_same_bits(hit, cold)
     assert_all_comes_back(engine)
 
@@ -339,25 +372,70 @@ def window_of_another(engine: Engine) -> None:
     engine.executor.run = run
 
 
-FAULTS = [no_copy, copy_without_conv, copy_of_one_layer, one_boundary_off, window_of_another]
-UNDER_WAY = [live_slot_published, partly_filled_page_shared]
+def no_copy_of_rows(engine: Engine) -> None:
+    engine.cache.storage.pages[0].copy = lambda *_: None
 
 
-@pytest.mark.parametrize("strict", [True, False], ids=["states", "answers"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_restore_shows_in_what_is_compared(fault, strict):
+def states_of(engine: Engine) -> StateGroup:
+    (states,) = (group for group in engine.cache.groups if isinstance(group, StateGroup))
+    return states
+
+
+def state_of_another_boundary(engine: Engine) -> None:
+    find, states = engine.cache.coordinator.find, states_of(engine)
+
+    def off(*args):
+        found = find(*args)
+        for _, boundary, block in states.pool.entries():
+            if found.joint and block.pool.unit == "slot" and boundary != found.joint:
+                found.columns[states.number][-1] = block
+        return found
+
+    engine.cache.coordinator.find = off
+
+
+def kept_state_overwritten(engine: Engine) -> None:
+    states_of(engine).pool.writable = lambda block: True
+
+
+ANYWHERE = [no_copy, copy_without_conv, copy_of_one_layer, window_of_another]
+FAULTS = [
+    *((DEFAULT, fault) for fault in (*ANYWHERE, one_boundary_off)),
+    *((BLOCKS[0], fault) for fault in (*ANYWHERE, no_copy_of_rows, state_of_another_boundary)),
+]
+UNDER_WAY = [
+    *((Rules(strategy), live_slot_published) for strategy in STRATEGIES),
+    *((Rules(strategy), partly_filled_page_shared) for strategy in STRATEGIES),
+    (BLOCKS[0], kept_state_overwritten),
+]
+
+
+def named(value: Rules | Callable) -> str:
+    return str(value) if isinstance(value, Rules) else value.__name__
+
+
+WRONG = [(rules, fault, strict) for strict in (True, False) for rules, fault in FAULTS]
+
+
+def wrong_id(wrong: tuple[Rules, Callable, bool]) -> str:
+    rules, fault, strict = wrong
+    return f"{rules}-{fault.__name__}-{'states' if strict else 'answers'}"
+
+
+@pytest.mark.parametrize("wrong", a_few(WRONG, 2), ids=wrong_id)
+def test_a_wrong_restore_shows_in_what_is_compared(wrong):
     """By the witness, and, were it blind, by tokens and logits alone."""
-    engine = roomy(Rules("extra_buffer"))
+    rules, fault, strict = wrong
+    engine = roomy(rules)
     fault(engine)
     with pytest.raises(AssertionError):
         others_read_while_the_writer_goes_on(engine, Witness(engine, strict=strict))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("fault", UNDER_WAY, ids=lambda fault: fault.__name__)
-def test_a_shared_place_that_is_written_shows(fault, strategy):
+@pytest.mark.parametrize("rules, fault", UNDER_WAY, ids=named)
+def test_a_shared_place_that_is_written_shows(rules, fault):
     """In the books where they can tell, else as I-12."""
-    engine = roomy(Rules(strategy))
+    engine = roomy(rules)
     fault(engine)
     with pytest.raises((AssertionError, OwnershipError, ValueError)):
         others_read_while_the_writer_goes_on(engine, Witness(engine))

@@ -1,4 +1,4 @@
-"""A real engine with a radix cache under calls that hypothesis chooses.
+"""A real engine with a prefix cache under calls that hypothesis chooses.
 
 Requests with shared beginnings, salts and every control, sampled or greedy, whole or as streams;
 cancellations, evictions between steps, steps that fail anywhere, pools that hold barely one of
@@ -6,9 +6,11 @@ them. After each step the audit and the witness; for each request that has ended
 stateless model gives the same tokens, logprobs and logits (float64). At the end all comes back.
 """
 
+import math
 import random
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -24,7 +26,6 @@ from hypothesis.stateful import (
 )
 
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams
-from kimi_mini.serving.caches import CacheOptions
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.outputs import FinishReason
 from kimi_mini.serving.request import Request
@@ -55,6 +56,7 @@ from tests.kimi_mini.serving.reuse import (
     Witness,
     assert_all_comes_back,
     distance,
+    greedy,
     reusing,
 )
 
@@ -83,13 +85,11 @@ TRUTH = Truth(tiny_model())
 
 
 class Tight(NamedTuple):
-    """An engine whose pools hold barely the longest request."""
+    """An engine whose pools hold barely the longest request; own: of the cache's options."""
 
     rules: Rules
     page: int
-    state_chunk: int
-    interval: int | None
-    path_cap: int | None
+    own: dict[str, object]
     slots: int
     more_pages: int
     budget: int
@@ -99,25 +99,54 @@ class Tight(NamedTuple):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some keep nothing of prompts
             return reusing(
-                TRUTH.model, self.rules, page=self.page, state_chunk=self.state_chunk,
-                track_interval=self.interval, max_states_per_path=self.path_cap,
-                state_slots=self.slots, kv_pages=-(-LONGEST // self.page) + self.more_pages,
-                max_batch_tokens=self.budget, prefill_chunk=self.piece,
+                TRUTH.model, self.rules, page=self.page, state_slots=self.slots,
+                kv_pages=-(-LONGEST // self.page) + self.more_pages,
+                max_batch_tokens=self.budget, prefill_chunk=self.piece, **self.own,
             )  # fmt: skip
 
 
+def least_slots(rules: Rules) -> int:
+    """By the engines' own rules, of one request. One list of blocks needs more for other reasons:
+    see `spare_pages`."""
+    names = {"extra_buffer": 3, "extra_buffer_lazy": 2}
+    return names.get(rules.name, 1) if rules.compat else 1
+
+
+def spare_pages(rules: Rules) -> int:
+    """Of vLLM's one list, beside a request's rows: states that are read and written, and copies."""
+    return 7 if rules.compat == "vllm" else 0
+
+
+def cache_options(
+    rng: random.Random, rules: Rules, page: int, spacings: Sequence[int]
+) -> dict[str, object]:
+    """spacings: of a tree's states, or tokens of a state block."""
+    spacing = rng.choice(spacings)
+    if not rules.blocks:
+        return dict(
+            state_chunk=spacing,
+            track_interval=rng.choice([None, 1, 6]),
+            max_states_per_path=rng.choice([None, None, None, 1, 2]),
+        )
+    largest = math.gcd(page, spacing)
+    units = [unit for unit in range(1, largest + 1) if largest % unit == 0]
+    return dict(
+        state_block=spacing,
+        hash_unit=rng.choice([None, *units]),
+        retention=rng.choice([0, "none", math.lcm(page, spacing)]),
+    )
+
+
 def tight(rng: random.Random, rules: Rules) -> Tight:
-    least = {"no_buffer": 1, "extra_buffer": 3, "extra_buffer_lazy": 2}[rules.strategy]
-    # the engine's own rules keep nothing of small pieces
+    # the engines' own rules keep nothing of small pieces
     large = rules.compat is not None and rng.random() < 0.8
+    page = 1 if rules.name == "no_buffer" else rng.choice([1, 3, 4, 16])
     return Tight(
         rules,
-        page=1 if rules.strategy == "no_buffer" else rng.choice([1, 3, 4, 16]),
-        state_chunk=rng.choice([4, 8, 12]),
-        interval=rng.choice([None, 1, 6]),
-        path_cap=rng.choice([None, None, None, 1, 2]),
-        slots=max(rng.choice([12, 8, 6, 4, 3, 2, 1]), least if rules.compat else 1),
-        more_pages=rng.choice([0, 2, 40, 80]),
+        page=page,
+        own=cache_options(rng, rules, page, (1, 3, 4, 6, 8, 12) if rules.blocks else (4, 8, 12)),
+        slots=max(rng.choice([12, 8, 6, 4, 3, 2, 1]), least_slots(rules)),
+        more_pages=rng.choice([0, 2, 40, 80]) + spare_pages(rules),
         budget=rng.choice([60] if large else [60, 20, 7]),
         piece=rng.choice([60, 60, 16] if large else [60, 16, 7, 5, 3, 1]),
     )
@@ -234,12 +263,18 @@ class PrefixMachine(RuleBasedStateMachine):
         if streamed:
             (request,) = self.engine.prepare([ids], params, control)
             self.streams.append((self.engine.run([request]), request))
+            self.requests.append(request)
         else:
-            request = self.engine.add_request(ids, params, control=control)
-            self.unchecked.append(request)
-            self._settle()
-        self.requests.append(request)
+            self._add(ids, params, control)
         self.step(then)
+
+    def _add(
+        self, ids: list[int], params: SamplingParams, control: CacheControl | None = None
+    ) -> None:
+        request = self.engine.add_request(ids, params, control=control)
+        self.requests.append(request)
+        self.unchecked.append(request)
+        self._settle()
 
     @precondition(lambda self: self.engine.has_unfinished)
     @rule(times=st.sampled_from([50, 1, 5, 12]))
@@ -250,10 +285,13 @@ class PrefixMachine(RuleBasedStateMachine):
                 self._step()
 
     @precondition(lambda self: self.engine.has_unfinished and self.rarely)
-    @rule(place=st.sampled_from(PLACES))
-    def fail(self, place: str) -> None:
-        """In one of the next steps: not each has copies to run."""
+    @rule(seed=seeds)
+    def fail(self, seed: int) -> None:
+        """In one of the next steps: not each has copies to run, but who comes again may."""
         self.calls += 1
+        place = random.Random(seed).choice(PLACES)
+        if place == "copy" and self.said:
+            self._add(self.said[-1][:LONGEST_PROMPT], greedy(1))
         self.fails_at = place
         for _ in range(8):
             if self.fails_at and self.engine.has_unfinished:
@@ -291,13 +329,13 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rarely)
     @rule(count=st.integers(1, 3))
     def evict_states(self, count: int) -> None:
-        self.happened["states evicted"] += self.engine.cache.tree.evict_states(count).states
+        self.happened["states evicted"] += self.witness.holdings.evict_states(count)
         self.engine.cache.audit()
 
     @precondition(lambda self: self.rarely)
     @rule(tokens=st.integers(1, 20))
     def evict_kv(self, tokens: int) -> None:
-        self.happened["tokens evicted"] += self.engine.cache.tree.evict_kv(tokens).tokens
+        self.happened["tokens evicted"] += self.witness.holdings.evict_kv(tokens)
         self.engine.cache.audit()
 
     @precondition(lambda self: not self.engine.cache.live_leases and self.rarely)
@@ -418,8 +456,8 @@ def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules):
-    happened = counts_of(rules, 3, 40)
-    assert happened["finished"] >= 20, happened
+    happened = counts_of(rules, 2, 24)
+    assert happened["finished"] >= 5, happened
 
 
 @pytest.mark.slow
@@ -439,19 +477,16 @@ def mix_of_an_oracle(seed: int, count: int) -> tuple[int, int]:
     were resumed, and how many gave way."""
     rng = random.Random(seed)
     rules = RULES[seed % len(RULES)]
-    options = tight_options(rng) | dict(state_slots=rng.choice([1, 2, 3, 4, 8, 20]))
-    least = {"no_buffer": 1, "extra_buffer": 3, "extra_buffer_lazy": 2}[rules.strategy]
-    options["state_slots"] = max(options["state_slots"], least)
-    if rules.strategy == "no_buffer":
+    options = tight_options(rng)
+    if rules.name == "no_buffer":
         options |= dict(page=1, kv_pages=LONGEST_MIX + rng.choice([0, 5, 200]))
-    cache_options = CacheOptions(
-        rules.compat, rules.strategy, rng.choice([16, 48]), rng.choice([1, 16]), rng.choice([-1, 2])
-    )
+    options["state_slots"] = max(rng.choice([1, 2, 3, 4, 8, 20]), least_slots(rules))
+    options["kv_pages"] += spare_pages(rules)
+    spacings = (4, 12, 16, 48) if rules.blocks else (16, 48)
+    options |= cache_options(rng, rules, options["page"], spacings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine = oracle_engine(
-            eos=tuple(EOS), audit=True, prefix_cache="radix", cache_options=cache_options, **options
-        )
+        engine = oracle_engine(eos=tuple(EOS), audit=True, **rules.engine(**options))
     coming = arrivals(rng, count)
     text = [rng.randrange(320) for _ in range(LONGEST_MIX)]
     for arrival in coming:
@@ -467,8 +502,8 @@ def mix_of_an_oracle(seed: int, count: int) -> tuple[int, int]:
 
 
 def test_book_keeping_of_any_mix_without_a_model():
-    hits, preempted = zip(*(mix_of_an_oracle(seed, 10) for seed in range(24)), strict=True)
-    assert sum(hit > 0 for hit in hits) >= 8 and sum(preempted) >= 8
+    hits, preempted = zip(*(mix_of_an_oracle(seed, 10) for seed in range(16)), strict=True)
+    assert sum(hit > 0 for hit in hits) >= 6 and sum(preempted) >= 6
 
 
 @pytest.mark.slow

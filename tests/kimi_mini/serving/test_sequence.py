@@ -96,7 +96,7 @@ def test_what_is_asked_of_a_cache_is_all_that_is_known_then():
     sequence = make()
     say(sequence, 70)
     request = sequence.storage_request()
-    assert request == CacheRequest("r.0", [*PROMPT, 70], must_fit=True)
+    assert request == CacheRequest("r.0", [*PROMPT, 70], prompt=len(PROMPT), must_fit=True)
     say(sequence, 71)
     assert request.ids == (*PROMPT, 70)
 
