@@ -1,7 +1,7 @@
-"""What a prefix cache costs and saves: time to the first token, and the index's own operations.
+"""What a prefix cache saves, and what the operations of a tree cost.
 
-Cold and hit are timed in turn on one engine: a cold prompt is one that nobody has sent, a hit has
-its prefix cached and another suffix. Index operations run over pools without memory, on trees of
+Cold and hit are timed in turn, with each manager: a cold prompt is one that nobody has sent, a hit
+has its prefix cached and another suffix. Operations run over pools without memory, on trees of
 growing size, so that what grows with the tree shows.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 class FirstToken(NamedTuple):
     """Seconds from a request's arrival to its first token; medians."""
 
+    manager: str
     prefix: int
     suffix: int
     cold: float
@@ -67,21 +68,35 @@ Operation = AbstractContextManager[Callable[[], object]]  # ready to be done, on
 
 
 def measure_first_token(
-    engine: Engine, prefix: int, suffix: int, repeats: int, seed: int = 0
-) -> FirstToken:
-    """Cold against hit for prompts of prefix + suffix tokens. ValueError if they do not fit."""
+    engines: Mapping[str, Engine], prefix: int, suffix: int, repeats: int, seed: int = 0
+) -> list[FirstToken]:
+    """Cold against hit for prompts of prefix + suffix tokens, for each manager, by name, all with
+    the same prompts. ValueError if they do not fit."""
     source = random.Random(seed)
-    ids = _random_ids(engine, source)
+    ids = _random_ids(next(iter(engines.values())), source)
     shared = ids(prefix)
-    _first_token(engine, shared + ids(suffix), CacheControl(checkpoint_at=(prefix,)))
-    cold, hit, cached = [], [], 0
+    for engine in engines.values():
+        _first_token(engine, shared + ids(suffix), CacheControl(checkpoint_at=(prefix,)))
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in engines}
+    cached = dict.fromkeys(engines, 0)
     for _ in range(repeats):
-        cold.append(_first_token(engine, ids(prefix) + ids(suffix))[0])
-        seconds, cached = _first_token(engine, shared + ids(suffix))
-        hit.append(seconds)
-    sizes = engine.memory.sizes
-    held = prefix * sizes.row_bytes + sizes.slot_bytes
-    return FirstToken(prefix, suffix, statistics.median(cold), statistics.median(hit), cached, held)
+        unknown, known = ids(prefix + suffix), shared + ids(suffix)
+        for name, engine in engines.items():
+            cold, hit = times[name]
+            cold.append(_first_token(engine, unknown)[0])
+            seconds, cached[name] = _first_token(engine, known)
+            hit.append(seconds)
+    return [
+        FirstToken(
+            name,
+            prefix,
+            suffix,
+            *map(statistics.median, times[name]),
+            cached[name],
+            prefix * engine.memory.sizes.row_bytes + engine.memory.sizes.slot_bytes,
+        )
+        for name, engine in engines.items()
+    ]
 
 
 def _first_token(

@@ -10,6 +10,8 @@ from tests.scripts.running import as_a_command, in_this_process
 SCRIPT = "bench_cache.py"
 TINY = ["--model", "nano", "--prefixes", "32", "64", "--suffix", "4", "--nodes", "10", "300",
         "--repeats", "1"]  # fmt: skip
+MANAGERS = ["radix", "blocks"]
+CALLS = ["lookup", "admit", "plan", "commit", "decode", "finish"]
 OPERATIONS = ["match", "insert", "publish", "evict_kv", "evict_state"]
 
 
@@ -19,30 +21,34 @@ def small_machine(monkeypatch):
     monkeypatch.setattr(bench, "COPIED", 1 << 10)
 
 
-def test_as_a_command_from_anywhere_it_prints_both_tables(tmp_path):
+def test_as_a_command_from_anywhere_it_prints_all_tables(tmp_path):
     done = as_a_command(SCRIPT, *TINY, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines if len(line) == 7 and line[1] == "4"] == ["32", "64"]
-    assert ["nodes", "tree", *OPERATIONS] in lines
+    firsts = [line[:3] for line in lines if len(line) == 8 and line[1] == "4"]
+    assert firsts == [[n, "4", name] for n in ("32", "64") for name in MANAGERS]
+    assert ["cached", "manager", "hit", *CALLS] in lines
+    calls = [line[1:3] for line in lines if len(line) == 9 and line[1] in MANAGERS]
+    assert calls == 2 * [[name, "2,048"] for name in MANAGERS]
+    assert ["nodes", "shape", *OPERATIONS] in lines
     trees = [line[:2] for line in lines if len(line) == 7 and line[1] in ("bushy", "chains")]
     assert trees == [["10", "bushy"], ["300", "bushy"], ["256", "chains"], ["256", "chains"]]
 
 
-def test_json_has_a_figure_for_every_prefix_and_tree(capsys, monkeypatch):
+def test_json_has_every_figure(capsys, monkeypatch):
     done = in_this_process(SCRIPT, [*TINY, "--json"], capsys, monkeypatch)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
-    assert [*report] == ["model", "machine", "first_token", "index"]
-    assert [(f["prefix"], f["cached_tokens"]) for f in report["first_token"]] == [
-        (32, 32),
-        (64, 64),
-    ]
+    assert [*report] == ["model", "machine", "first_token", "calls", "index"]
+    firsts = [(f["manager"], f["prefix"], f["cached_tokens"]) for f in report["first_token"]]
+    assert firsts == [(name, n, n) for n in (32, 64) for name in MANAGERS]
     assert [*report["first_token"][0]] == [
-        "prefix", "suffix", "cold", "hit", "cached_tokens", "cached_bytes", "ratio",
+        "manager", "prefix", "suffix", "cold", "hit", "cached_tokens", "cached_bytes", "ratio",
     ]  # fmt: skip
+    assert all([*c] == ["manager", "prompt", "cached", "hit", *CALLS] for c in report["calls"])
     assert all([*t] == ["nodes", "shape", *OPERATIONS] for t in report["index"])
-    assert all(t[name] > 0 for t in report["index"] for name in OPERATIONS)
+    for rows, names in ((report["calls"], CALLS), (report["index"], OPERATIONS)):
+        assert all(row[name] > 0 for row in rows for name in names)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from cache.radix import key as keys
 from kimi_mini.serving.engine import Engine
+from kimi_mini.serving.open_model import open_model
 from kimi_mini.workbench import bench_cache
 from kimi_mini.workbench.bench_cache import OPERATIONS, PAGE, IndexBench
 from tests.kimi_mini.workbench.work import Compared, Read, bytecodes
@@ -20,13 +21,19 @@ EVICTIONS = ("evict_kv", "evict_states")
 
 
 def test_a_hit_reads_its_whole_prefix_and_a_cold_prompt_nothing():
-    engine = Engine.from_pretrained("nano", prefix_cache="radix", state_slots=9, kv_pages=40)
-    first = bench_cache.measure_first_token(engine, prefix=96, suffix=5, repeats=2)
-    sizes = engine.memory.sizes
-    assert (first.prefix, first.suffix, first.cached_tokens) == (96, 5, 96)
-    assert first.cached_bytes == 96 * sizes.row_bytes + sizes.slot_bytes
-    assert first.cold > 0 and first.ratio == first.cold / first.hit
-    assert engine.cache.stats().joint_hit_tokens == 2 * 96
+    opened = open_model("nano", "float32", 0, "auto")
+    engines = {
+        name: Engine(opened, prefix_cache=name, state_slots=9, kv_pages=40)
+        for name in ("radix", "blocks")
+    }
+    firsts = bench_cache.measure_first_token(engines, prefix=96, suffix=5, repeats=2)
+    assert [first.manager for first in firsts] == [*engines]
+    for first, engine in zip(firsts, engines.values(), strict=True):
+        sizes = engine.memory.sizes
+        assert (first.prefix, first.suffix, first.cached_tokens) == (96, 5, 96)
+        assert first.cached_bytes == 96 * sizes.row_bytes + sizes.slot_bytes
+        assert first.cold > 0 and first.ratio == first.cold / first.hit
+        assert engine.cache.stats().joint_hit_tokens == 2 * 96
 
 
 @pytest.mark.parametrize("shape", SHAPES)
