@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Replay golden scenarios of real engines through our managers, and compare.
 
-    python scripts/replay_golden.py tests/golden/sglang
+    python scripts/replay_golden.py tests/golden/sglang tests/golden/vllm
     python scripts/replay_golden.py FILE FOLDER --level exact --json
 
 Levels: token (hits, chunk ends, statuses), shape (what is cached, counts, trees), exact (physical

@@ -56,10 +56,15 @@ class Found(NamedTuple):
 
 
 class Coordinator:
-    """Over the groups of one cache, numbered from 0."""
+    """Over the groups of one cache, numbered from 0.
+
+    in_turn: rows are looked for only as far as the groups before them reach, as the engine does. Of
+    attention groups of several kinds a later one then misses what it has registered only beyond.
+    """
 
     def __init__(self, sizes: BlockSizes, rows: Sequence[Alike], states: Sequence[Alike]) -> None:
         self.sizes, self.rows, self.states = sizes, tuple(rows), tuple(states)
+        self.in_turn = False
         self._groups = sum(len(group.members) for group in (*rows, *states))
 
     def find(self, chain: HashChain, limit: int, eagle: Collection[int] = ()) -> Found:
@@ -79,7 +84,8 @@ class Coordinator:
                     continue
                 if group in self.rows:
                     drop = any(member.number in eagle for member in group.members)
-                    reach, found = find_rows(group, chain, max(limit, 0), self.sizes, drop=drop)
+                    most = current if self.in_turn else max(limit, 0)
+                    reach, found = find_rows(group, chain, most, self.sizes, drop=drop)
                     reaches[group], current = reach, min(current, reach)
                 else:
                     current, found = find_state(group, chain, current, self.sizes)

@@ -232,6 +232,10 @@ class VLLMCache(BlockCache):
                 "the state mode must be 'align', or without reuse 'none' or 'all' as well, got "
                 f"{state_mode!r}"
             )
+        if inner_checkpoint is not None and inner_checkpoint < 1:
+            raise ValueError(
+                f"inner_checkpoint must be at least 1 token, or None, got {inner_checkpoint}"
+            )
         self._inner, self._dense = inner_checkpoint, state_mode != "align"
         count = len(storage.pages)
         self._kinds = tuple(kinds) or (*["rows"] * count, *[STATES] * len(storage.states))
@@ -246,6 +250,10 @@ class VLLMCache(BlockCache):
         self._copied_pairs: list[Pair] = []  # that have run in this step
         self.clips = True
         super().__init__(storage, reuse=reuse, **arguments)
+
+    def _make_groups(self) -> None:
+        super()._make_groups()
+        self.coordinator.in_turn = True
 
     def _numbers(self) -> Sequence[int]:
         states = [kind == STATES for kind in self._kinds]
@@ -296,23 +304,15 @@ class VLLMCache(BlockCache):
         """The engine knows no boundaries that a caller names."""
 
     def _is_fresh(self, found: Found, chain: HashChain) -> bool:
-        if self._has_fresh_state(found, chain):
+        """A state counts as fresh even if an older block has the same."""
+        states = self._states if found.joint else ()
+        if any(chain.key(found.joint, g.number) in g.pool.fresh for g in states):
             return True
         if not self._at_once:
             return super()._is_fresh(found, chain)
         # what a hit ends inside of is copied before the step writes anything
         tails = [group for group in self._rows if found.joint % group.block]
         return any(self._is_written_now(g, found, found.joint // g.block) for g in tails)
-
-    def waits_for_a_state(self, request: CacheRequest) -> bool:
-        """Whether the request, admitted now, would have to wait for a state of this step; it may
-        also have to for rows, which the engine shares at once."""
-        return self._has_fresh_state(self.find(request), self.chain_of(request.ids, request.salt))
-
-    def _has_fresh_state(self, found: Found, chain: HashChain) -> bool:
-        """A state counts as fresh even if an older block has the same."""
-        states = self._states if found.joint else ()
-        return any(chain.key(found.joint, g.number) in g.pool.fresh for g in states)
 
     def end_of_piece(self, lease: BlockLease, want: int, max_chunk: int | None) -> int:
         start, want = lease.computed, min(want, max_chunk or want)

@@ -17,7 +17,6 @@ from cache.null_executor import NullExecutor
 from cache.pools.pool import Pool
 from cache.pools.storage import Storage
 from kimi_mini.workbench.replay import (
-    Incomparable,
     Level,
     Status,
     Verdict,
@@ -28,6 +27,7 @@ from kimi_mini.workbench.replay import (
 ABORTS = "the engine's process ends here; ours waits or refuses"
 MISTAKEN = "the engine registers a state for more tokens than it has seen; ours never does"
 TOO_EARLY = "the engine copies rows that this step has yet to write; ours waits for its end"
+KINDS = ("mla", "full_attention", STATES)
 LIMIT = 4096  # the largest chunk, if the file does not say
 LEVELS = dict.fromkeys(
     ("hit_blocks", "new_blocks", "tables", "freed_tables", "registered", "dropped", "entries",
@@ -75,15 +75,20 @@ def _fault(error: ValueError) -> dict[str, str]:
 
 
 def cut_of(scenario: Mapping[str, Any]) -> tuple[int | None, str]:
-    """The event from which on nobody should do as the engine did, None if there is none; why."""
+    """The event from which on nobody should do as the engine did, None if there is none; why. It
+    follows from the file alone, whatever ours does."""
     seen, tags = scenario["observed"], scenario.get("tags", ())
+    groups = enumerate(scenario["config"]["groups"])
+    rows = {number: group["block_tokens"] for number, group in groups if group["kind"] != STATES}
+    cuts = [(_first(seen, partial(_copies_too_early, rows=rows)), TOO_EARLY)]
     if "engine_abort" in tags:
-        return _first(seen, _aborts), ABORTS
+        cuts.append((_first(seen, _aborts), ABORTS))
     if "engine_defect" in tags or "unclipped" in tags:
         promises = map(PROMISE.search, scenario["content_mismatches"])
         wrong = {tuple(map(int, promise.groups())) for promise in promises if promise}
-        return _first(seen, partial(_registers, wrong=wrong)), MISTAKEN
-    return None, ""
+        cuts.append((_first(seen, partial(_registers, wrong=wrong)), MISTAKEN))
+    found = [(event, reason) for event, reason in cuts if event is not None]
+    return min(found, key=lambda cut: cut[0], default=(None, ""))
 
 
 def _first(seen: Iterable[Any], holds: Callable[[Mapping[str, Any]], bool]) -> int | None:
@@ -105,6 +110,22 @@ def _aborts(seen: Mapping[str, Any]) -> bool:
 def _registers(seen: Mapping[str, Any], wrong: set[tuple[int, ...]]) -> bool:
     entries = seen.get("registered", ())
     return any((e["group"], e["block"], e["prefix_tokens"]) in wrong for e in entries)
+
+
+def _copies_too_early(seen: Mapping[str, Any], rows: Mapping[int, int]) -> bool:
+    """Whether it is a step with a hit that ends inside a block of rows, of which an item before it
+    has some below the hit written: by its piece or, in a block that is new, by a copy, and all
+    copies of a step read before any writes. rows: block size of each attention group, by number."""
+    work = [item for item in seen.get("work", ()) if item["status"] == "scheduled"]
+    for i, item in enumerate(work):
+        hit = item.get("hit_tokens", 0)
+        for number in (number for number, block in rows.items() if hit % block):
+            tail = item["hit_blocks"][number][-1]
+            for other in work[:i]:
+                new = tail in other["new_blocks"][number]
+                if new or (tail in other["tables"][number] and other["chunk"][0] < hit):
+                    return True
+    return False
 
 
 def shape_of(seen: Any) -> Any:
@@ -132,6 +153,8 @@ class Driver:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         kinds = [group["kind"] for group in config["groups"]]
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise ValueError(f"there is no group of kind {unknown[0]!r}; there are {KINDS}")
         blocks = [group["block_tokens"] for group in config["groups"]]
         size, self.caching = config["num_blocks"] - 1, config.get("caching", True)
         both = [*zip(kinds, blocks, strict=True)]
@@ -152,10 +175,11 @@ class Driver:
             retention=config["retention_interval"],
             reuse=self.caching,
             state_mode=config["state_mode"],
-            inner_checkpoint=config["inner_checkpoint_alignment"] if exports else None,
+            inner_checkpoint=config.get("inner_checkpoint_alignment") if exports else None,
         )
         (self.pool,) = {*self.cache.block_pools}
-        self.limit = config.get("max_chunk_tokens", LIMIT)
+        limit = config.get("max_chunk_tokens")
+        self.limit = LIMIT if limit is None else limit
         self.executor = NullExecutor(storage)
         self.requests: dict[str, CacheRequest] = {}  # with all tokens that are known
         self.leases: dict[str, BlockLease] = {}  # of those that hold anything
@@ -293,7 +317,7 @@ class Driver:
         self,
         plans: list[tuple[StepPlan, list[int]]],
         id: str,
-        budget: int | None,
+        budget: int | None = None,
         clip: bool = True,
         must_fit: bool = False,
         sample: list[int] | None = None,
@@ -307,7 +331,8 @@ class Driver:
             lease = self.cache.admit(request)
         self.cache.clips = clip and exact is None
         most = self.limit if exact is None else exact
-        want = exact or min(lease.remaining, most if budget is None else budget, most)
+        budget = most if budget is None else budget
+        want = min(lease.remaining, budget, most) if exact is None else exact
         start, before, entries = lease.computed, self._tables(id), self._entries()
         if due:
             before = seen["hit_blocks"]
@@ -321,12 +346,6 @@ class Driver:
         seen["chunk"] = [start, end]
         if waits and plan.reason is WaitReason.CHUNK:
             return seen | {"status": "waits"}
-        if (
-            waits
-            and plan.reason is WaitReason.SAME_STEP
-            and not self.cache.waits_for_a_state(request)
-        ):
-            raise Incomparable(TOO_EARLY)
         after, now = self._tables(id), self._entries()
         seen |= {
             "status": "no_space" if waits else "scheduled",

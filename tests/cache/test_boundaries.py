@@ -227,9 +227,18 @@ def test_a_junction_is_floored_to_blocks_from_the_start_of_the_piece():
     assert chunk_end(fine(8, 2, 4), 4, 3, prompt=60, tokens=60, junction=6) == 7
 
 
+def test_a_junction_at_the_end_of_a_piece_or_beyond_is_no_stop_even_where_its_floor_is():
+    """The end of what was prefilled before a preemption: cut to blocks from 4 both would be 20."""
+    rule = fine(8, 2, export_alignment=2)
+    assert chunk_end(rule, 4, 22, prompt=26, tokens=26, junction=25) == 20
+    assert chunk_end(rule, 4, 22, prompt=26, tokens=26, junction=26) == 26
+
+
 def test_prefill_after_a_preemption_covers_what_was_sampled():
     assert chunk_end(coarse(8, 64), 0, 29, prompt=20, tokens=29) == 24
     assert chunk_end(coarse(8, 64), 24, 5, prompt=20, tokens=29) == 29
+    exporting = coarse(4, 64, export_alignment=4)  # no column for an export: it stops as if cold
+    assert chunk_end(exporting, 4, 5, prompt=8, tokens=9) == 8
 
 
 def test_decode_is_not_clipped():

@@ -27,10 +27,12 @@ def test_x03_to_x06_a_row_that_verifies_two_drafts():
     row = StateRow(4, 2)
     running, move = row.before_step(Running(0, 1), 6)  # the prompt of 3 is done, 3 tokens more
     assert (running, move) == (Running(1, 1), Move(0, 0, 1))
+    assert [*row.columns(6)] == [1, 2, 3]
     running, move = row.after_step(running, 6, 2, 2)  # X04: 5 tokens, past the boundary 4
     assert (running, move) == (Running(1, 2), Move(1, 0, 0))
-    running, move = row.before_step(running, 8)  # X05: reads column 2
+    running, move = row.before_step(running, 8)  # X05
     assert (running, move) == (Running(1, 2), None)
+    assert running.column + running.accepted - 1 == 2  # where the kernel reads
     running, move = row.after_step(running, 8, 2, 3)
     assert (running, move) == (Running(1, 1), Move(1, 2, 1))
     running, move = row.before_step(running, 11)  # X06

@@ -225,6 +225,32 @@ def test_after_a_cancelled_move_the_state_that_was_left_is_not_written():
     assert s.step(lease, 16).end == 24
 
 
+@pytest.mark.parametrize("left, kept", [(0, [112]), (8, [112]), (9, [])])
+def test_an_exported_state_that_the_piece_has_not_reached_has_no_key(left, kept):
+    """I-40"""
+    s = served(16, 32, 16, inner_checkpoint=16)
+    tokens = prompt(120, like=120)
+    lease = s.admit(tokens)
+    s.step(lease, 120, left=left)
+    assert (lease.computed, s.kept(tokens)) == (120 - left, kept)
+    while lease.remaining:
+        s.step(lease, 120)
+    assert s.kept(tokens) == [112]
+
+
+def test_an_exported_state_has_no_key_once_its_plan_is_cancelled():
+    """I-40"""
+    s = served(16, 32, 16, inner_checkpoint=16)
+    tokens = prompt(120, like=120)
+    lease = s.admit(tokens)
+    s.cache.begin_step()
+    plan = s.cache.plan(lease, 120)
+    assert plan.exports and s.kept(tokens) == [112]
+    s.cache.cancel(plan)
+    assert s.kept(tokens) == []
+    s.cache.end_step()
+
+
 def test_keys_that_moved_are_lost_with_the_plan_that_is_cancelled():
     """Whether the copy has run is not known, nor whether the state was overwritten."""
     s = served(2, 4, 2, retention=None)

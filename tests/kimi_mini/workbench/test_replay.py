@@ -7,6 +7,7 @@ import pytest
 
 from kimi_mini.workbench.replay import Level, Status, Verdict, check_scenario, replay_file
 from kimi_mini.workbench.replay_sglang import replay
+from tests.scripts.running import in_this_process
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 GOOD = json.loads((GOLDEN / "sglang" / "tree_two_branches.json").read_text("utf-8"))
@@ -83,8 +84,23 @@ def test_the_first_word_of_the_engine_says_who_replays_it(tmp_path):
     assert judged(file, engines.items()) is mine
 
 
+def test_a_folder_may_have_files_of_both_engines_and_others(tmp_path, capsys, monkeypatch):
+    both = ("sglang/eb_cold", "vllm/cold_miss", "vllm/inner_ckpt_resume_inside_block_dense")
+    for name in both:
+        file = tmp_path / f"{name}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes((GOLDEN / f"{name}.json").read_bytes())
+    (tmp_path / "vllm" / "broken.json").write_text("{")
+    done = in_this_process("replay_golden.py", [str(tmp_path)], capsys, monkeypatch)
+    assert (done.returncode, done.stderr) == (1, "")
+    broken, defect, summary = done.stdout.splitlines()
+    assert "broken.json (unknown): differs at construct" in broken
+    assert "(vllm 0.33.0): by_design from event 4 on: the engine registers" in defect
+    assert summary == "4 scenarios at level shape: 2 ok, 1 differs, 1 by_design"
+
+
 def test_all_golden_files_have_the_form_of_a_scenario():
     files = [file for folder in ("sglang", "vllm") for file in (GOLDEN / folder).glob("*.json")]
-    assert len(files) >= 98
+    assert len(files) == 98 + 101
     for file in files:
         check_scenario(json.loads(file.read_text("utf-8")))
