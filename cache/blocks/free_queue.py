@@ -29,6 +29,15 @@ class FreeQueue:
         """Next to be reused first."""
         return iter(sorted(self._places, key=self._places.__getitem__))
 
+    @property
+    def back(self) -> int:
+        """Where the next one to be pushed to the back will be: behind all others."""
+        return self._back
+
+    def place(self, id: int) -> int:
+        """Smaller is next. KeyError if it is not in."""
+        return self._places[id]
+
     def push_front(self, ids: Iterable[int]) -> None:
         """The first of them is to be the next."""
         for id in reversed([*ids]):

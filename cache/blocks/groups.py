@@ -182,6 +182,7 @@ class StateGroup(Group):
     def adopt(self, lease: BlockLease, columns: Columns, boundary: int) -> None:
         (state,) = held = [block for block in columns if block is not None]
         self.pool.hold(held)
+        state.resumed = True
         self.table(lease).run_in(len(columns) - 1, boundary, state)
 
     def drop(self, lease: BlockLease) -> None:
@@ -234,6 +235,11 @@ class StateGroup(Group):
         lease.states[self.index] = before
         lease.slots[self.index] = piece.slots[self.index]
         self.let_go(block for block in reversed(taken) if block not in kept)
+
+    def key(self, lease: BlockLease, block: Block, boundary: int, piece: Piece) -> bool:
+        if self.pool.choice is not None:
+            self.pool.choice.kept(lease.chain.key(boundary, self.number), boundary, lease.chain)
+        return super().key(lease, block, boundary, piece)
 
     def has(self, block: Block, boundary: int) -> bool:
         fresh = self.pool.fresh

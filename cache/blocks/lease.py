@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cache.blocks.keys import HashChain, Key
 from cache.blocks.pool import Block, BlockPool
 from cache.leases import Copy, Lease
+from cache.visit import Visit
 
 
 @dataclass
@@ -113,16 +114,29 @@ class Registered(NamedTuple):
     boundary: int
 
 
+class Wanted(NamedTuple):
+    """Boundaries of a piece whose states are to be kept, ascending; newest: the one of them that is
+    wanted only until the request has a newer one."""
+
+    boundaries: tuple[int, ...] = ()
+    newest: int | None = None
+
+
+NOTHING = Wanted()
+
+
 @dataclass
 class Piece:
     """What a plan in flight has taken and changed. columns, tails, states, slots: of the lease's
-    tables as they were. kept: by boundary that it exports, the blocks of state groups by index.
-    moved: blocks that have taken over the keys of a state that is written from now on."""
+    tables as they were. wanted: what it would keep; kept: by boundary that it exports, the blocks
+    of state groups by index. moved: blocks that have taken over the keys of a state that is written
+    from now on."""
 
     columns: list[int]
     tails: list[Block | None]
     states: list[StateTable]
     slots: list[int]
+    wanted: Wanted = NOTHING
     copies: list[Copy] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     kept: dict[int, dict[int, Block]] = field(default_factory=dict)
@@ -132,12 +146,17 @@ class Piece:
 
 @dataclass(eq=False, kw_only=True)
 class BlockLease(Lease):
-    """rows, states: one a group. piece: of the plan in flight. stale: holds nothing of what was
-    found, and the next plan looks up again."""
+    """rows, states: one a group. visit: its questions to the admission policy; recurring: the whole
+    block of the prompt that the policy wants. newest: states that stay until it has newer ones.
+    piece: of the plan in flight. stale: holds nothing of what was found, and the next plan looks up
+    again."""
 
     chain: HashChain = field(init=False)
+    visit: Visit = field(init=False)
+    recurring: int | None = None
     rows: list[RowTable]
     states: list[StateTable]
+    newest: list[Registered] = field(default_factory=list)
     piece: Piece | None = None
     stale: bool = False
 

@@ -3,21 +3,12 @@
 A hit is held, not copied: rows are shared by reference, and the first piece copies the state, and
 the part of a block that a hit ends inside of, into blocks of its own. Storage is taken by `plan`,
 all of it or none. What is found by a hash is registered in `plan`, too, and may be used by others
-once the step has ended (I-41); several blocks may hold the same, and the oldest serves.
-
-Which states are kept, on multiples of what hits are aligned to (decision 22, serving 4.6):
-
-    prefill   where a resend resumes (tail) and the last whole block before it, the junction where
-              others part from the prompt, boundaries that the caller names (decision 31)
-    always    the milestones of the retention interval
-
-They are exported from inside a piece where the backend can, and end the piece where it cannot. A
-checkpoint is never worth waiting for: without a free block it is left out.
+once the step has ended (I-41); several blocks may hold the same, and the oldest serves. What is
+registered is said in `Publication`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,14 +16,15 @@ from cache.blocks.audit import audit_blocks
 from cache.blocks.coordinator import Alike, Coordinator, Found, Member, alike
 from cache.blocks.groups import Group, RowGroup, StateGroup
 from cache.blocks.keys import HashChain
-from cache.blocks.lease import BlockLease, Pair, Piece, RowTable, StateTable
+from cache.blocks.lease import BlockLease, Pair, RowTable, StateTable
 from cache.blocks.pool import BlockPool
-from cache.blocks.sizes import BlockSizes, block_sizes
-from cache.boundaries import floored, resend_boundary
+from cache.blocks.publication import Publication
+from cache.blocks.sizes import block_sizes
+from cache.blocks.victims import Victims
+from cache.boundaries import floored
 from cache.leases import (
     CacheRequest,
     Copy,
-    ExportTo,
     Hit,
     Lower,
     Phase,
@@ -40,23 +32,27 @@ from cache.leases import (
     Wait,
     WaitReason,
 )
+from cache.policy.admission import Admission
+from cache.policy.eviction import Eviction
 from cache.policy.retention import Retention
 from cache.pools.storage import Storage
-from cache.state_cache import StateCache
 from cache.stats import Evictions
+from cache.visit import Visit, served
 
 COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
-class BlockCache(StateCache):
+class BlockCache(Publication):
     """Any number of attention and state groups, of unequal blocks, or of one kind alone.
 
     state_block  tokens a state block, one for all state groups or one each; an attention group's
                  block is its page
     hash_unit    tokens a hash, None for the largest that divides every block
     retention    None, 0, or tokens between milestones: see `Retention`
+    admission    which states are kept, None for all that are at hand
+    eviction     which states are reused first, None for the order of the queue
     reuse        False: nothing is kept
-    Raises ValueError for sizes or a retention that do not go together.
+    Raises ValueError for sizes, a retention or policies that do not go together.
     """
 
     def __init__(
@@ -66,6 +62,8 @@ class BlockCache(StateCache):
         state_block: int | Sequence[int] = 64,
         hash_unit: int | None = None,
         retention: int | None = 0,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         reuse: bool = True,
         **arguments,
     ) -> None:
@@ -76,12 +74,13 @@ class BlockCache(StateCache):
             raise ValueError(
                 f"there are {count} state groups, and state blocks for {len(states)}: {states}"
             )
-        self.sizes: BlockSizes = block_sizes(storage.page_tokens, states, hash_unit)
+        self.sizes = block_sizes(storage.page_tokens, states, hash_unit)
         self.retention = Retention.checked(
             retention, scheduler_block=self.sizes.scheduler, stateful=bool(states)
         )
-        self.reuse = reuse
+        self.admission, self.eviction, self.reuse = admission, eviction, reuse
         self._make_groups()
+        self._set_choices()
 
     def _make_groups(self) -> None:
         numbers, attention = self._numbers(), self.sizes.attention
@@ -96,6 +95,17 @@ class BlockCache(StateCache):
         )
         rows_alike, states_alike = map(self._alike, (self._rows, self._states))
         self.coordinator = Coordinator(self.sizes, rows_alike, states_alike)
+
+    def _set_choices(self) -> None:
+        """Let the policy choose among the states of each group."""
+        policies = [p for p in (self.admission, self.eviction) if p is not None]
+        if policies and any(len(pool.pools) > 1 for pool in self.block_pools):
+            raise ValueError(
+                "where one list counts the blocks of all groups, its order is the only rule: no "
+                f"policies, got {', '.join(type(policy).__name__ for policy in policies)}"
+            )
+        for group in self._states if self.eviction is not None else ():
+            group.pool.choice = Victims(group.pool, self.eviction)
 
     def _numbers(self) -> Sequence[int]:
         """The number of each group, attention groups first, then state groups."""
@@ -172,13 +182,10 @@ class BlockCache(StateCache):
         )
         lease.named = tuple(self._named(boundary, request) for boundary in request.checkpoint_at)
         lease.chain = self.chain_of(lease.tokens, request.salt)
+        lease.visit = Visit(self.admission, lease.chain.at)
+        lease.recurring = self._recurring(lease)
         self._restore(lease)
         return lease
-
-    def _named(self, boundary: int, request: CacheRequest) -> int | None:
-        """Where a state that the caller named is kept."""
-        kept = floored(boundary, self.sizes.hits)
-        return kept if self.reuse and self._states and 0 < kept <= len(request.ids) else None
 
     def _restore(self, lease: BlockLease) -> None:
         """Look up, and hold what is found unless it is being written in this very step."""
@@ -231,41 +238,6 @@ class BlockCache(StateCache):
         exports = self._exports(lease, piece)
         return StepPlan(lease, lease.computed, end, lease.pages, slots, copies, exports)
 
-    def _exports(self, lease: BlockLease, piece: Piece) -> tuple[ExportTo, ...]:
-        groups = range(len(self._states))
-        return tuple(
-            ExportTo(
-                boundary - lease.computed, tuple(kept[g].id if g in kept else -1 for g in groups)
-            )
-            for boundary, kept in sorted(piece.kept.items())
-        )
-
-    def end_of_piece(self, lease: BlockLease, want: int, max_chunk: int | None) -> int:
-        """Where a piece that would like `want` tokens ends, `lease.computed` if there is none now.
-
-        A cut falls on what hits are aligned to, where the backend can export, if it can; and a
-        piece ends at a boundary that is to be kept but cannot be exported from inside of it.
-        """
-        start, known = lease.computed, len(lease.tokens)
-        end = min(start + min(want, max_chunk or want), known)
-        units = (math.lcm(self.sizes.hits, self.export_alignment), self.sizes.hits)
-        if end < known:
-            end = next((e for unit in units if (e := floored(end, unit)) > start), end)
-        inside = self._wanted(lease, end)
-        return next((n for n in inside if n < end and (n - start) % self.export_alignment), end)
-
-    def _wanted(self, lease: BlockLease, end: int) -> list[int]:
-        """Boundaries of the piece up to `end`, which included, whose states are to be kept."""
-        if not self.reuse or not self._states:
-            return []
-        start, ids, unit = lease.computed, len(lease.request.ids), self.sizes.hits
-        block = math.lcm(self.sizes.state, unit)
-        tails = [resend_boundary(ids, unit), resend_boundary(ids, block)]
-        interval = block if self.retention.interval is None else self.retention.interval
-        milestones = range(floored(start, interval), end + 1, interval) if interval else ()
-        named = {*tails, *milestones, *lease.named, lease.hit.junction} - {None}
-        return sorted(boundary for boundary in named if start < boundary <= end)
-
     def _shortage(self, lease: BlockLease, end: int, first: bool) -> Wait | None:
         """What a pool lacks for this piece, before anything is taken."""
         whole = len(lease.tokens) if first and lease.request.must_fit else end
@@ -282,25 +254,6 @@ class BlockCache(StateCache):
     def _alone(self, lease: BlockLease) -> bool:
         """Nobody else holds anything."""
         return not any(other.holds for other in self._leases if other is not lease)
-
-    def _keep_inside(self, lease: BlockLease, end: int, piece: Piece) -> None:
-        """Blocks for states from inside the piece, the most wanted first to get one."""
-        for boundary in reversed(self._wanted(lease, end - 1)):
-            exportable = (boundary - lease.computed) % self.export_alignment == 0
-            if exportable and all(group.pool.free_count for group in self._states):
-                piece.kept[boundary] = {g.index: g.keep(lease, boundary) for g in self._states}
-
-    def _register(self, lease: BlockLease, end: int, piece: Piece) -> None:
-        for group in self._rows:
-            group.register(lease, end, piece)
-        kept = dict(piece.kept)
-        if end in self._wanted(lease, end):
-            kept[end] = {group.index: group.table(lease).running for group in self._states}
-        for boundary, blocks in kept.items():
-            for group in self._states:
-                group.key(lease, blocks[group.index], boundary, piece)
-            for group in self._rows:
-                group.register_inside(lease, boundary, piece)
 
     def _give_up(self, lease: BlockLease, wait: Wait) -> Wait:
         if lease.phase is Phase.ADMITTED:
@@ -321,18 +274,13 @@ class BlockCache(StateCache):
             group.undo(lease, piece)
         self._let_go(piece.pairs)
 
-    def _unregister(self, piece: Piece, above: int) -> None:
-        """What the piece has registered above a boundary is not there."""
-        for pool, block, key, boundary in piece.registered:
-            if boundary > above and key in block.keys:
-                pool.unregister(block, key)
-
     def _commit(self, lease: BlockLease, plan: StepPlan, last: bool) -> tuple[Copy, ...]:
         piece, lease.piece = lease.piece, None
         self._unregister(piece, above=lease.computed)
         for group in self.groups:
             group.settle(lease)
         self._copied(piece.pairs)
+        self._supersede(lease, piece)
         return ()
 
     def _copied(self, pairs: list[Pair]) -> None:
@@ -348,6 +296,8 @@ class BlockCache(StateCache):
     def _release(self, lease: BlockLease, publish: bool) -> None:
         for group in self.groups:
             (group.give_back if lease.phase is Phase.HOLDING else group.unadopt)(lease)
+        if publish and lease.ran and self.eviction is not None:
+            self.eviction.saw(served(lease))
 
     def _end_step(self) -> None:
         for pool in self.block_pools:

@@ -4,7 +4,8 @@ A block id is book-keeping (decision 30); it equals the index in the physical po
 the block was handed to. Over the pool of one group it limits that group alone; over the pools of
 all groups, which are then of one size, ids are counted once for all, as the engine does.
 
-    taken      from the head of the queue; only then are its keys removed (I-36)
+    taken      from the head of the queue, or, of states, as a policy chooses; only then are its
+               keys removed (I-36)
     let go     without a key to the head, reused first; with one to the tail (LRU)
     hit        held once more, out of the queue
 
@@ -15,11 +16,12 @@ a holder is left, and free without either. Block 0 is nobody's, ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from cache.blocks.free_queue import FreeQueue
-from cache.blocks.keys import Key
+from cache.blocks.keys import HashChain, Key
 from cache.pools.allocator import PRIVATE, Ownership, OwnershipError
 from cache.pools.pool import Pool
 
@@ -28,16 +30,18 @@ NULL = 0  # the block of a column without storage
 
 class Block:
     """refs: holders. keys: what it is found by, with the boundary that each stands for, the oldest
-    first. filled: of rows, boundary up to which they have been written. pool: where its memory is,
-    None while it has none. place: where it was in the queue."""
+    first. filled: of rows, boundary up to which they have been written. resumed: of a state, by
+    somebody else. pool: where its memory is, None while it has none. place: where it was in the
+    queue."""
 
-    __slots__ = ("filled", "id", "keys", "place", "pool", "refs")
+    __slots__ = ("filled", "id", "keys", "place", "pool", "refs", "resumed")
 
     def __init__(self, id: int) -> None:
         self.id, self.refs = id, 0
         self.keys: dict[Key, int] = {}
         self.pool: Pool | None = None
         self.filled = self.place = 0
+        self.resumed = False
 
     def __repr__(self) -> str:
         return f"block {self.id} of {self.refs} holders, for {[*self.keys.values()]}"
@@ -51,12 +55,22 @@ class Entry(NamedTuple):
     block: Block
 
 
+class Choice(Protocol):
+    """Which of the states that nobody holds is reused when one must be."""
+
+    def kept(self, key: Key, boundary: int, chain: HashChain) -> None:
+        """One has been registered, of this sequence."""
+
+    def victim(self, idle: Sequence[Block]) -> Block:
+        """idle: in the order of the queue, all with keys."""
+
+
 class BlockPool:
     """pools: by group number, the physical pool that its blocks have their memory in. ValueError if
     they are not of one size.
 
     index: the blocks of each key by id, the oldest first. fresh: what was registered in this step,
-    whose bytes are perhaps still to be written (I-41).
+    whose bytes are perhaps still to be written (I-41). choice: None for the head of the queue.
     """
 
     def __init__(self, pools: Mapping[int, Pool]) -> None:
@@ -71,7 +85,8 @@ class BlockPool:
         self.queue = FreeQueue(range(1, self.size + 1))
         self.fresh: dict[Key, list[Block]] = {}
         self.index: dict[Key, dict[int, Block]] = {}
-        self._lost: dict[Key, None] = {}  # keys of blocks that were reused, the latest last
+        self.choice: Choice | None = None
+        self._lost: OrderedDict[Key, None] = OrderedDict()  # of reused blocks, the latest last
         self.reused: dict[Pool, int] = dict.fromkeys(self.pools.values(), 0)  # with keys, so far
 
     @property
@@ -129,6 +144,13 @@ class BlockPool:
         if not block.refs:
             self._give_back(block)
 
+    def discard(self, block: Block) -> None:
+        """The same, and without a holder it is the next to be reused."""
+        if not block.refs:
+            self.queue.remove(block.id)
+            self.queue.push_front([block.id])
+        self.forget(block)
+
     def move_keys(self, source: Block, destination: Block) -> None:
         """`destination` stands for what `source` did."""
         for key, boundary in [*source.keys.items()]:
@@ -143,17 +165,28 @@ class BlockPool:
     # who holds what
 
     def take(self, count: int, group: int, state: Ownership = Ownership.ACTIVE) -> list[Block]:
-        """So many blocks for a group, from the head of the queue, each with one holder. Their keys
-        are gone. OwnershipError, changing nothing, if there are not as many."""
+        """So many blocks for a group, each with one holder. Their keys are gone. OwnershipError,
+        changing nothing, if there are not as many."""
         if count > len(self.queue):
             raise OwnershipError(f"take: {count} blocks, of which {len(self.queue)} are free")
-        taken = [self.blocks[self.queue.pop()] for _ in range(count)]
-        pool = self.pools[group]
-        for block in taken:
+        pool, taken = self.pools[group], []
+        for _ in range(count):
+            block = self._next()
             self._evict(block)
             pool.take([block.id], state)
-            block.pool, block.refs, block.filled = pool, 1, 0
+            block.pool, block.refs, block.filled, block.resumed = pool, 1, 0, False
+            taken.append(block)
         return taken
+
+    def _next(self) -> Block:
+        """Out of the queue: its head, or, where there is a choice and all have keys, the victim."""
+        if self.choice is None:
+            return self.blocks[self.queue.pop()]
+        idle = [self.blocks[id] for id in self.queue]
+        bare = (block for block in idle if not block.keys)
+        block = next(bare, None) or self.choice.victim(idle)
+        self.queue.remove(block.id)
+        return block
 
     def _evict(self, block: Block) -> None:
         if block.keys:
@@ -161,10 +194,10 @@ class BlockPool:
         for key in [*block.keys]:
             self.unregister(block, key)
             if key not in self.index:
-                self._lost.pop(key, None)
                 self._lost[key] = None
+                self._lost.move_to_end(key)
                 if len(self._lost) > self.size:
-                    del self._lost[next(iter(self._lost))]
+                    self._lost.popitem(last=False)
         self._give_back(block)
 
     def hold(self, blocks: Iterable[Block]) -> None:

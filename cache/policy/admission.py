@@ -24,7 +24,7 @@ class Occasion(StrEnum):
     JUNCTION = "junction"  # rows of others are cached up to here, and no state
     RESEND = "resend"  # the last boundary that a resend of the prompt can use
     PERIODIC = "periodic"  # on a grid, or where a piece has ended
-    LAST = "last"  # the newest one of a request that finishes
+    LAST = "last"  # the newest one of a request that finishes, or so far
 
 
 class Candidate(NamedTuple):

@@ -70,9 +70,10 @@ class FlopAware:
         return [r + self.alpha * e for r, e in zip(recency, efficiency, strict=True)]
 
     def efficiency(self, state: Evictable) -> float:
-        """FLOPs that a byte of it saves."""
+        """FLOPs that a byte of it saves; 0 if it saves none, whatever it weighs."""
         saved = self.flops.of(state.end) - self.flops.of(state.start)
-        return saved / (self.state_bytes + self.row_bytes * (state.end - state.start))
+        size = self.state_bytes + self.row_bytes * (state.end - state.start)
+        return saved / size if saved else 0.0
 
 
 def _normalised(values: Sequence[float]) -> list[float]:

@@ -1,30 +1,16 @@
 """RadixCache: a prefix tree of latent pages with sparse checkpoints, behind the contract.
 
 A hit pins its node, takes a private slot and queues the one copy that initialises it (copy on
-write); its latent pages are shared, and the request's own begin behind them. What is published goes
-into the tree by moving indices (donate), never bytes, and the row goes on over the tree's pages.
-
-Which boundaries are kept (decision 22), all absolute:
-
-    prefill   the last grid boundary of each piece, the last one that a resend could use (prompt
-              end), the junction where others part from the prompt, and those that the caller names
-    decode    every `interval`, the newest of which is published when the request finishes
-
-A checkpoint is never worth waiting for, and the grid's are worth nobody else's: without a free slot
-they take that of an older one of the same request, or are left out. The others may evict (BR-47).
-
-An admission policy is asked about all but the caller's own. It may want grid boundaries that nobody
-has stored yet; and of a prompt end that it declines it may want the state for the time that the
-request finishes, if no newer one has come by then.
+write); its latent pages are shared, and the request's own begin behind them. What it leaves behind,
+and how that gets into the tree, is `Publication`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from functools import partial
 
-from cache.boundaries import Grids, floored, grids, junction_above
+from cache.boundaries import floored, grids, junction_above
 from cache.identity import Identity
 from cache.leases import (
     CacheRequest,
@@ -32,56 +18,30 @@ from cache.leases import (
     CopyKind,
     ExportTo,
     Hit,
-    Lease,
     Lower,
     Phase,
     StepPlan,
     Wait,
     WaitReason,
 )
-from cache.policy.admission import Admission, Occasion
-from cache.policy.eviction import Eviction, Served
+from cache.policy.admission import Admission
+from cache.policy.eviction import Eviction
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
 from cache.radix.audit import audit_tree
-from cache.radix.node import Node, Receipt
-from cache.radix.strategy import TRACKED, Strategy, Tracker
-from cache.radix.tree import Inserted, Match, RadixTree
-from cache.radix.visit import Visit
-from cache.state_cache import StateCache
+from cache.radix.lease import RadixLease
+from cache.radix.node import Node
+from cache.radix.prefixes import PrefixNames
+from cache.radix.publication import Publication
+from cache.radix.strategy import Strategy
+from cache.radix.tree import Match, RadixTree
 from cache.stats import Evictions
+from cache.visit import Visit, served
 
 COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
-@dataclass(eq=False, kw_only=True)
-class RadixLease(Lease):
-    """visit: its questions to the admission policy; recurring: the grid boundary of the prompt that
-    the policy wants. held: the boundary whose state the plan in flight keeps for the finish.
-    tracker: snapshots of decode. receipt: the lock on what is shared, whose pages are the first
-    `published` tokens of the row. copies: what initialises the slot, until a plan carries it.
-    exported: boundaries and slots that the plan in flight keeps. passing: nodes that it has
-    published on the grid alone, deepest last.
-    """
-
-    tracker: Tracker
-    visit: Visit = field(init=False)
-    recurring: int | None = None
-    held: int | None = None
-    receipt: Receipt | None = None
-    published: int = 0
-    copies: tuple[Copy, ...] = ()
-    exported: tuple[tuple[int, int], ...] = ()
-    passing: list[Node] = field(default_factory=list)
-    stale: bool = False  # waited with its first plan: the next one looks up again
-
-    @property
-    def decodes(self) -> bool:
-        """All tokens that it came with are in the state."""
-        return self.computed >= len(self.request.ids)
-
-
-class RadixCache(StateCache):
+class RadixCache(Publication):
     """One attention group, one state group.
 
     strategy     whose tracked slots decode uses
@@ -124,11 +84,11 @@ class RadixCache(StateCache):
             )
         self.unit = math.lcm(self.page, export_alignment)  # where a piece can always export
         interval = self.unit if interval is None else interval
-        self.grids: Grids = grids(state_chunk, self.page, interval)
+        self.grids = grids(state_chunk, self.page, interval)
         self.decode_grid = math.lcm(self.unit, interval)
         self.admission, self.eviction = admission, eviction
         self.tree = RadixTree(self._kv, self.page, self._slots, path_cap, eviction=eviction)
-        self._unfilled: set[int] = set()  # published in this step, with a copy yet to run
+        self._unfilled = set()
 
     # look-up
 
@@ -170,10 +130,11 @@ class RadixCache(StateCache):
 
     def _admit(self, request: CacheRequest) -> RadixLease | Wait:
         lease = RadixLease(request, Hit(), ([],), [0], tracker=self._new_tracker())
-        origin = self.identity.origin(request.salt)
-        lease.visit = Visit(self.admission, origin, lease.tokens, self.grids.checkpoint)
+        origin, grid = self.identity.origin(request.salt), self.grids.checkpoint
+        lease.visit = Visit(self.admission, PrefixNames(origin, lease.tokens, grid))
         if self.reuse:
-            lease.recurring = lease.visit.recurring(self._prompt_end(lease))
+            recurs = range(grid, self._prompt_end(lease) + 1, grid)
+            lease.recurring = lease.visit.recurring(recurs)
         wait = self._restore(lease)
         if wait is not None:
             return wait
@@ -272,28 +233,6 @@ class RadixCache(StateCache):
                 return boundary
         return end
 
-    def _wanted(self, lease: RadixLease) -> list[int]:
-        """Boundaries of the prompt that others will want to resume from, ascending."""
-        if not self.reuse:
-            return []
-        asked = (
-            (lease.hit.junction, Occasion.JUNCTION),
-            (self._prompt_end(lease), Occasion.RESEND),
-        )
-        admitted = {boundary for boundary, why in asked if lease.visit.admits(boundary, why)}
-        return sorted({*admitted, *lease.named, lease.recurring} - {None})
-
-    def _prompt_end(self, lease: RadixLease) -> int:
-        """The last boundary that a resend of the prompt can use."""
-        return floored(len(lease.request.ids) - 1, self.unit)
-
-    def _to_hold(self, lease: RadixLease, wanted: list[int]) -> int | None:
-        """The prompt end, if its state is worth storing only as the request's last."""
-        boundary = self._prompt_end(lease)
-        if boundary in wanted or not lease.tracker.limit:
-            return None
-        return boundary if lease.visit.admits(boundary, Occasion.LAST) else None
-
     def _take_storage(self, lease: RadixLease, end: int, first: bool) -> Wait | None:
         """Pages and, for a first piece, slots: all that it takes or nothing."""
         pages = max(0, -(-end // self.page) - len(lease.pages[0]))
@@ -327,37 +266,6 @@ class RadixCache(StateCache):
         """Tracked slots that a request must have before it starts."""
         return 0
 
-    def _acquire(self, lease: RadixLease, *, evict: bool) -> int | None:
-        """A slot for a checkpoint, if one may be had: see `_has_slot`."""
-        if not self._has_slot(lease, evict=evict):
-            return None
-        return self._slots.alloc(1, Ownership.TRACKED)[0]
-
-    def _has_slot(self, lease: RadixLease, *, evict: bool) -> bool:
-        """A slot is free, if need be that of a passing checkpoint of the same request, or, with
-        `evict`, of the one that has been used least recently."""
-        while not self._slots.free_count and lease.passing:
-            self.tree.thin(lease.passing.pop(0))
-        return bool(self._slots.free_count) or (evict and self.tree.make_room(slots=1))
-
-    def _exports(self, lease: RadixLease, start: int, end: int) -> tuple[ExportTo, ...]:
-        """States to keep from inside the piece, the most wanted first to get a slot."""
-        if not self.reuse:
-            return ()
-        wanted = self._wanted(lease)
-        lease.held = self._to_hold(lease, wanted)
-        tail = floored(end, self.grids.checkpoint)
-        passing = tail if lease.visit.admits(tail, Occasion.PERIODIC) else None
-        for boundary in dict.fromkeys((*wanted[::-1], lease.held, passing)):
-            inside = boundary is not None and start < boundary <= end
-            if not inside or ((boundary - start) % self.export_alignment and boundary != end):
-                continue
-            slot = self._acquire(lease, evict=boundary in (*wanted, lease.held))
-            if slot is not None:
-                lease.exported += ((boundary, slot),)
-        lease.exported = tuple(sorted(lease.exported))
-        return tuple(ExportTo(boundary - start, (slot,)) for boundary, slot in lease.exported)
-
     def _give_up(self, lease: RadixLease, wait: Wait) -> Wait:
         if lease.phase is Phase.ADMITTED:
             self._forget(lease)
@@ -384,75 +292,8 @@ class RadixCache(StateCache):
             return lease.tracker.after_decode(lease.computed, lease.slots[0], self._slots)
         return self._publish_piece(lease, last)
 
-    # publication (serving 3.9)
-
-    def _publish_piece(self, lease: RadixLease, last: bool) -> tuple[Copy, ...]:
-        """What a piece of prefill has exported; without a buffer also the state it ended with."""
-        exported, lease.exported = lease.exported, ()
-        for boundary, slot in exported:
-            if boundary > lease.computed:  # the executor stopped before it
-                self._slots.free([slot])
-            elif boundary == lease.held:
-                lease.tracker.hold(boundary, slot)
-            else:
-                self._publish(lease, boundary, slot)
-        if self.strategy is Strategy.NO_BUFFER and not last:
-            return self._publish_copy(lease)
-        return ()
-
-    def _publish_copy(self, lease: RadixLease) -> tuple[Copy, ...]:
-        """A copy of the state that the request goes on with, at the boundary it is at."""
-        if not self.reuse or lease.computed == lease.published:
-            return ()
-        if not lease.visit.admits(lease.computed, Occasion.PERIODIC):
-            return ()
-        if not self._has_slot(lease, evict=lease.decodes):
-            return ()
-        spare = self._slots.alloc(1)[0]
-        self._unfilled.add(spare)
-        if self._publish(lease, lease.computed, spare).refused:
-            return ()
-        return (Copy(CopyKind.STATE, 0, lease.slots[0], spare),)
-
-    def _publish(self, lease: RadixLease, boundary: int, slot: int) -> Inserted:
-        """Give pages and a state to the tree and go on over the tree's pages. A state that is there
-        already stays, and ours is freed (I-16)."""
-        done = self._insert(lease, boundary, slot)
-        if done.refused:
-            self._slots.free([slot])
-        elif boundary not in self._wanted(lease):
-            lease.passing.append(done.node)
-        count = done.node.depth // self.page
-        lease.pages[0][:count] = self.tree.pages_of(done.node)
-        self._unlock(lease)
-        lease.receipt = self.tree.lock(done.node)
-        lease.published = done.node.depth
-        return done
-
-    def _insert(self, lease: RadixLease, boundary: int, slot: int) -> Inserted:
-        return self.tree.insert(
-            lease.tokens[:boundary],
-            lease.pages[0],
-            slot,
-            owned=lease.published,
-            salt=lease.request.salt,
-        )
-
-    def _to_publish(self, lease: RadixLease) -> tuple[int, int]:
-        """Boundary and slot that a finished request leaves behind; boundary 0 for none."""
-        if self.strategy is Strategy.NO_BUFFER:
-            return lease.computed, lease.slots[0]
-        return lease.tracker.to_publish(lease.computed)
-
     def _release(self, lease: RadixLease, publish: bool) -> None:
-        given = None
-        if publish and self.reuse and lease.ran:
-            boundary, slot = self._to_publish(lease)
-            newer = boundary > lease.published or (boundary and self._publishes_again)
-            if newer and lease.visit.admits(boundary, Occasion.LAST):
-                done = self._insert(lease, boundary, slot)
-                lease.published = max(lease.published, done.node.depth)
-                given = None if done.refused else slot
+        given = self._publish_last(lease) if publish else None
         self._slots.free(
             slot for slot in (*lease.slots, *lease.tracker.slots) if slot and slot != given
         )
@@ -463,25 +304,13 @@ class RadixCache(StateCache):
         lease.passing.clear()
         lease.tracker = self._new_tracker()
         if publish and lease.ran and self.eviction is not None:
-            tokens, request = tuple(lease.tokens[: lease.computed]), lease.request
-            self.eviction.saw(Served(tokens, len(request.ids), request.salt))
-
-    _publishes_again = False  # whether finishing inserts what has been published before
+            self.eviction.saw(served(lease))
 
     def _forget(self, lease: RadixLease) -> None:
         """A lease that has not run: give back all, and look up again with its next plan."""
         self._release(lease, publish=False)
         lease.stale, lease.hit = True, Hit()
         lease.computed = lease.published = 0
-
-    def _unlock(self, lease: RadixLease) -> None:
-        if lease.receipt is not None:
-            self.tree.unlock(lease.receipt)
-            lease.receipt = None
-
-    def _new_tracker(self) -> Tracker:
-        limit = TRACKED[self.strategy] if self.reuse else 0
-        return Tracker(limit, lazy=self.strategy is Strategy.LAZY)
 
     def _end_step(self) -> None:
         self._unfilled.clear()

@@ -11,7 +11,8 @@ from cache.boundaries import floored, piece_checkpoint
 from cache.leases import CacheRequest, Copy, ExportTo
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
-from cache.radix.manager import RadixCache, RadixLease
+from cache.radix.lease import RadixLease
+from cache.radix.manager import RadixCache
 from cache.radix.node import Node
 from cache.radix.strategy import TRACKED, Strategy, Tracker
 

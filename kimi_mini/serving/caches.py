@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 from cache.blocks.manager import BlockCache
 from cache.blocks.vllm import VLLMCache
 from cache.identity import Identity
 from cache.plain import PlainCache
+from cache.policy.cost_model import PrefixFlops
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
 from cache.radix.strategy import Strategy
 from cache.state_cache import StateCache
 from kimi_mini.serving.checks import check_count
+from kimi_mini.serving.policies import Policies
 
 PREFIX_CACHES = ("none", "radix", "blocks")
 COMPAT = {"radix": ("sglang",), "blocks": ("vllm",)}
+POLICIES = ("admission", "eviction", "eviction_alpha")
+RADIX = ("strategy", "state_chunk", "track_interval", "max_states_per_path")
+BLOCKS = ("state_block", "hash_unit", "retention")
 KNOWN = {  # options by cache
     "none": (),
-    "radix": ("compat", "strategy", "state_chunk", "track_interval", "max_states_per_path"),
-    "blocks": ("compat", "state_block", "hash_unit", "retention"),
+    "radix": ("compat", *RADIX, *POLICIES),
+    "blocks": ("compat", *BLOCKS, *POLICIES),
 }
 DENSE = "none"  # the engine's name of a retention that keeps all
 AUTO = "auto"  # and of its own choice of a strategy
@@ -46,6 +52,8 @@ class CacheOptions:
     hash_unit            tokens of one link of the hash chain, what hits are multiples of
     retention            spacing of states that stay; 0: only where a resend or a fork will want
                          one; "none": all (0)
+    admission, eviction  which states are stored and which go first ("all", "lru"): see `policies`
+    eviction_alpha       weight of FLOPs against recency, of "flop-aware" (1)
     """
 
     compat: str | None = None
@@ -56,6 +64,9 @@ class CacheOptions:
     state_block: int | None = None
     hash_unit: int | None = None
     retention: int | str | None = None
+    admission: str | None = None
+    eviction: str | None = None
+    eviction_alpha: float | None = None
 
     def __post_init__(self) -> None:
         names = [*(strategy.value for strategy in Strategy), AUTO]
@@ -71,10 +82,17 @@ class CacheOptions:
             raise ValueError(f"max_states_per_path must be -1 (no cap) or at least 1, got {cap!r}")
         if self.retention not in (None, DENSE):
             check_count("retention", self.retention, least=0)
+        self.policies()
 
     def given(self) -> dict[str, object]:
         """Those that are not left to the cache."""
         return _given(**vars(self))
+
+    def policies(self) -> Policies:
+        """ValueError for names and numbers that are none."""
+        return Policies(
+            **_given(admission=self.admission, eviction=self.eviction, alpha=self.eviction_alpha)
+        )
 
 
 def check_prefix_cache(name: str, options: CacheOptions) -> None:
@@ -92,6 +110,12 @@ def check_prefix_cache(name: str, options: CacheOptions) -> None:
             f"compat of prefix_cache {name!r} must be {' or '.join(COMPAT[name])}; got "
             f"{options.compat!r}"
         )
+    asked = [policy for policy in POLICIES if policy in options.given()]
+    if options.compat is not None and asked:
+        raise ValueError(
+            f"compat {options.compat!r} is that engine's own rules, which know no policies; got "
+            f"{', '.join(asked)}"
+        )
 
 
 def build_cache(
@@ -101,9 +125,13 @@ def build_cache(
     export_alignment: int,
     largest_piece: int,
     identity: Identity = Identity(),  # noqa: B008 (frozen)
+    flops: PrefixFlops | None = None,
 ) -> StateCache:
     """The cache of that name over `storage`. largest_piece: tokens of one row in one step; warns if
-    no piece is long enough to leave a checkpoint. identity: whose results it keeps."""
+    no piece is long enough to leave a checkpoint. identity: whose results it keeps. flops: of a
+    prefix of the model, for eviction that weighs them.
+
+    ValueError for options that do not go together, or need `flops` and have none."""
     check_prefix_cache(name, options)
     whose = dict(export_alignment=export_alignment, identity=identity)
     if name == "none":
@@ -112,10 +140,12 @@ def build_cache(
         arguments = whose | _block_arguments(options)
         if options.compat:
             return VLLMCache(storage, inner_checkpoint=export_alignment, **arguments)
-        return BlockCache(storage, **arguments)
-    kind = SGLangCache if options.compat else RadixCache
-    cache = kind(storage, **whose, **_radix_arguments(options, storage.page_tokens[0]))
-    if kind is SGLangCache and cache.tracks_pieces and largest_piece < cache.grids.checkpoint:
+        return options.policies().cache(partial(BlockCache, **arguments), storage, flops)
+    arguments = whose | _radix_arguments(options, storage.page_tokens[0])
+    if not options.compat:
+        return options.policies().cache(partial(RadixCache, **arguments), storage, flops)
+    cache = SGLangCache(storage, **arguments)
+    if cache.tracks_pieces and largest_piece < cache.grids.checkpoint:
         warnings.warn(
             f"no piece of prefill is as long as the checkpoint grid ({cache.grids.checkpoint} "
             f"tokens, pieces have at most {largest_piece}): prefill will keep no checkpoint",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cache.identity import Identity
 from cache.leases import Copy, StepPlan
+from kimi_mini.costs import prefix_flops
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving import memory
 from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
@@ -114,6 +115,7 @@ class Engine:
             self.model.dispatcher.export_alignment,
             min(prefill_chunk, max_batch_tokens),
             Identity() if prefix_cache == "none" else identity_of(self.opened),
+            prefix_flops(self.model.config),
         )
         self.executor = ModelExecutor(self.model, self.memory)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, prefill_chunk)

@@ -50,7 +50,7 @@ def _interval(text: str) -> int | str:
     return text if text == DENSE else int(text)
 
 
-CACHE = {  # the engine's names → `CacheOptions`
+CACHE = {  # the engine's names, if it has any → `CacheOptions`
     "mamba_radix_cache_strategy": (
         "strategy",
         str,
@@ -66,6 +66,9 @@ CACHE = {  # the engine's names → `CacheOptions`
         _interval,
         "tokens between states that stay; 0: only where one will be wanted; none: all (0)",
     ),
+    "admission": ("admission", str, "which states are stored: all, second-hit, marconi (all)"),
+    "eviction": ("eviction", str, "which states go first: lru, flop-aware, auto (lru)"),
+    "eviction_alpha": ("eviction_alpha", float, "weight of FLOPs in flop-aware eviction (1)"),
     "compat": ("compat", str, "rules of an engine to the letter: sglang, vllm"),
 }
 CONTROL = {

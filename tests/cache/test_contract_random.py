@@ -12,9 +12,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache.blocks.manager import BlockCache
 from cache.blocks.vllm import VLLMCache
 from cache.plain import PlainCache
+from cache.policy.admission import Marconi, SecondHit
+from cache.policy.cost_model import PrefixFlops
+from cache.policy.eviction import FlopAware
 from cache.pools.storage import Storage
 from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
+from cache.state_cache import StateCache
 from tests.cache.driving import KINDS
 from tests.cache.machine import QUICK, ContractMachine, machine_of, tiny
 from tests.cache.memory import Shape
@@ -79,6 +83,16 @@ def blocks(
     return Case(cache, shapes, kinds)
 
 
+def choosy(make: Callable, admission: Callable) -> Callable:
+    """Under policies, which are each cache's own."""
+
+    def cache(storage: Storage, **options) -> StateCache:
+        eviction = FlopAware(PrefixFlops(1000, 1), state_bytes=4096, row_bytes=32, alpha=1.0)
+        return make(storage, admission=admission(), eviction=eviction, **options)
+
+    return cache
+
+
 CACHES = {
     "plain": Case(PlainCache, tiny(), examples=(100, 3000), least=100),
     "radix": reusing(RadixCache, one_of_each(1, 1, 3, 4)),
@@ -87,6 +101,8 @@ CACHES = {
         RadixCache, one_of_each(1, 1, 2, 4), strategy="extra_buffer_lazy", path_cap=2
     ),
     "radix, no buffer": reusing(RadixCache, one_of_each(1, 1), strategy="no_buffer"),
+    "radix, second hit": reusing(choosy(RadixCache, SecondHit), one_of_each(2, 1, 3)),
+    "radix, marconi": reusing(choosy(RadixCache, Marconi), one_of_each(1, 1, 4)),
     "sglang, capped": reusing(SGLangCache, one_of_each(3, 1, 2, 4), interval=4, path_cap=2),
     "sglang, one track": reusing(SGLangCache, one_of_each(2, 1, 4), interval=8, two_tracks=False),
     "sglang, lazy": reusing(
@@ -98,6 +114,11 @@ CACHES = {
     "blocks, dense": blocks(BlockCache, one_of_each(1, 4), 4, retention=None),
     "blocks, interval": blocks(BlockCache, one_of_each(1, 2, 4), 4, retention=8),
     "blocks, many groups": blocks(BlockCache, groups(range(1, 3), range(1, 4)), 4, 8, 6),
+    "blocks, second hit": blocks(choosy(BlockCache, SecondHit), one_of_each(2, 2, 4), 4),
+    "blocks, marconi": blocks(choosy(BlockCache, Marconi), one_of_each(1, 1, 4), 8, hash_unit=1),
+    "blocks, many groups, marconi": blocks(
+        choosy(BlockCache, Marconi), groups(range(1, 3), range(1, 3)), 4, 8
+    ),
     "blocks, one kind": blocks(BlockCache, groups(range(2), range(1, 3)), 4, 8),
     "blocks, rows alone": blocks(BlockCache, groups(range(1, 3), range(1)), kinds=BOTH[:1]),
     "vllm": blocks(VLLMCache, shared(range(1, 2), range(1, 2)), 8, hash_unit=2),

@@ -16,6 +16,7 @@ from tests.scripts.running import FOLDER as FOLDER_OF_SCRIPTS
 from tests.scripts.running import as_a_command, in_this_process, load
 
 RADIX = ("--model", "nano", "--prefix-cache", "radix")
+BLOCKS = ("--model", "nano", "--prefix-cache", "blocks")
 
 
 @pytest.fixture
@@ -167,7 +168,28 @@ def test_a_seed_gives_the_same_text_again(generate):
         (("--turns", "chat.txt", "--prompt", "a", "--prompt", "b"), "--turns is one conversation"),
         ((*RADIX, "--turns", "nowhere.txt"), "nowhere.txt"),
         ((*RADIX, "--turns", "."), "directory"),
-        (("--prefix-cache", "blocks", "--state-chunk", "64"), "prefix_cache 'blocks' has compat"),
+        ((*BLOCKS, "--state-chunk", "64"), "prefix_cache 'blocks' has compat"),
+        ((*BLOCKS, "--compat", "sglang"), "must be vllm; got 'sglang'"),
+        ((*BLOCKS, "--mamba-block-size", "0"), "state_block must be at least 1, got 0"),
+        ((*BLOCKS, "--prefix-match-unit", "5"), "must divide every block, got 5 for blocks of [16"),
+        ((*BLOCKS, "--prefix-match-unit", "32"), "must divide every block, got 32 for blocks"),
+        (
+            (*BLOCKS, "--prefix-cache-retention-interval", "40"),
+            "a positive multiple of the scheduler block 64, got 40",
+        ),
+        (
+            (*BLOCKS, "--prefix-cache-retention-interval", "-64"),
+            "retention must be at least 0, got -64",
+        ),
+        ((*BLOCKS, "--prefix-cache-retention-interval", "all"), "invalid"),
+        ((*BLOCKS, "--checkpoint-at", "0"), "checkpoint_at must be 1 or more tokens, got 0"),
+        ((*BLOCKS, "--admission", "second"), "admission must be one of all, second-hit, marconi;"),
+        ((*RADIX, "--eviction", "fifo"), "eviction must be one of lru, flop-aware, auto; got 'fi"),
+        ((*RADIX, "--eviction-alpha", "1"), "is for eviction 'flop-aware', got 1.0 for 'lru'"),
+        ((*BLOCKS, "--eviction", "flop-aware", "--eviction-alpha", "-1"), "number from 0 on, got"),
+        ((*RADIX, "--compat", "sglang", "--eviction", "auto"), "own rules, which know no policies"),
+        ((*BLOCKS, "--compat", "vllm", "--admission", "all"), "know no policies; got admission"),
+        (("--admission", "marconi"), "prefix_cache 'none' has no options; got admission"),
         (("--prefix-cache", "tree"), "invalid choice"),
         (("--stop", ""), "stop must be"),
         (("--n", "0"), "n must be an integer in 1..16384, got 0"),
@@ -319,10 +341,11 @@ def requests_of(generate, *args):
     return json.loads(done.stdout)["requests"]
 
 
-def test_a_repeated_prompt_is_read_from_the_cache_and_gives_the_same_text(generate):
+@pytest.mark.parametrize("cache", ["radix", "blocks"])
+def test_a_repeated_prompt_is_read_from_the_cache_and_gives_the_same_text(generate, cache):
     args = ("--prompt", LONG, "--max-tokens", "12", "--repeat", "3", "--logprobs", "1")
     cold = requests_of(generate, *args)
-    hit = requests_of(generate, *args, "--prefix-cache", "radix")
+    hit = requests_of(generate, *args, "--prefix-cache", cache)
     assert [r["request_id"] for r in hit] == ["request-0", "request-1", "request-2"]
     for one, other in zip(hit, cold, strict=True):
         assert (one["text"], one["output_ids"]) == (other["text"], other["output_ids"])
@@ -343,21 +366,32 @@ def test_a_repeated_prompt_is_read_from_the_cache_and_gives_the_same_text(genera
     assert [r["timings"]["prefill_tokens"] for r in cold] == [205] * 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+TURNS = {
+    "radix": [
         ("--mamba-radix-cache-strategy", "no_buffer", "--page", "1"),
         ("--mamba-radix-cache-strategy", "extra_buffer_lazy", "--mamba-track-interval", "32"),
         ("--compat", "sglang", "--mamba-track-interval", "64", "--prefill-chunk", "100"),
         ("--state-chunk", "16", "--mamba-max-states-per-path", "2", "--prefill-chunk", "40"),
     ],
-    ids=lambda options: options[1],
+    "blocks": [
+        ("--mamba-block-size", "32", "--prefix-match-unit", "8", "--prefill-chunk", "100"),
+        ("--prefix-cache-retention-interval", "none"),
+        ("--prefix-cache-retention-interval", "64", "--mamba-block-size", "16", "--page", "32"),
+        ("--compat", "vllm", "--prefill-chunk", "128"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--prefix-cache", cache, *own) for cache, rows in TURNS.items() for own in rows],
+    ids=lambda options: "".join(options[1:4]),
 )
 def test_turns_are_read_from_the_cache_by_any_rules_and_say_the_same(generate, options, tmp_path):
     (tmp_path / "chat.txt").write_text("What is cut?\nAnd what is left of it?\nThen go on.\n")
     args = ("--prompt", LONG, "--turns", str(tmp_path / "chat.txt"), "--max-tokens", "20")
     cold = requests_of(generate, *args)
-    hit = requests_of(generate, *args, "--prefix-cache", "radix", *options)
+    hit = requests_of(generate, *args, *options)
     assert [r["output_ids"] for r in hit] == [r["output_ids"] for r in cold]
     said = []
     for turn, request in enumerate(hit):
@@ -422,8 +456,9 @@ def test_turns_before_one_that_does_not_fit_are_still_told(generate, tmp_path):
     assert done.stderr.startswith("error: turn 1: ")
 
 
-def test_controls_reach_the_cache(generate):
-    args = ("--prompt", LONG, "--max-tokens", "1", "--repeat", "2", "--prefix-cache", "radix")
+@pytest.mark.parametrize("cache", ["radix", "blocks"])
+def test_controls_reach_the_cache(generate, cache):
+    args = ("--prompt", LONG, "--max-tokens", "1", "--repeat", "2", "--prefix-cache", cache)
     unread = requests_of(generate, *args, "--skip-read")
     assert [r["cache"]["cached_tokens"] for r in unread] == [0, 0]
     assert unread[1]["cache"]["not_more_because"] == "no reuse"
@@ -431,14 +466,15 @@ def test_controls_reach_the_cache(generate):
     assert [r["cache"]["cached_tokens"] for r in salted] == [0, 192]
     both = ("--prompt", LONG[:100], "--prompt", LONG[:60] + "else", "--max-batch-tokens", "101")
     named = requests_of(
-        generate, *both, "--prefix-cache", "radix", "--checkpoint-at", "60", "--max-tokens", "1"
+        generate, *both, "--prefix-cache", cache, "--checkpoint-at", "60", "--max-tokens", "1"
     )
     assert [r["cache"]["cached_tokens"] for r in named] == [0, 48]
     assert named[0]["cache"]["checkpoint_at"] == [{"asked": 60, "kept": 48}]
 
 
-def test_a_person_is_told_what_was_cached_and_why_not_more(generate):
-    done = generate(*RADIX, "--prompt", LONG, "--max-tokens", "3", "--repeat", "2")
+@pytest.mark.parametrize("cache", [RADIX, BLOCKS], ids=lambda args: args[-1])
+def test_a_person_is_told_what_was_cached_and_why_not_more(generate, cache):
+    done = generate(*cache, "--prompt", LONG, "--max-tokens", "3", "--repeat", "2")
     lines = [line for line in done.stdout.splitlines() if "prompt tokens cached" in line]
     assert lines[0].startswith("[0 prompt tokens cached; not more: unknown prefix, first token ")
     assert lines[1].startswith("[192 prompt tokens cached; not more: grid, first token after ")
@@ -449,6 +485,23 @@ def test_a_person_is_told_what_was_cached_and_why_not_more(generate):
 def test_without_a_cache_nothing_is_said_of_one(generate):
     done = generate("--model", "nano", "--prompt", "a", "--max-tokens", "3", "--repeat", "2")
     assert "cached" not in done.stdout
+
+
+@pytest.mark.parametrize("cache", ["radix", "blocks"])
+@pytest.mark.parametrize(
+    "policies, cached",
+    [
+        (("--admission", "second-hit", "--eviction", "auto"), [0, 0, 192]),
+        (("--eviction", "flop-aware", "--eviction-alpha", "0.5"), [0, 192, 192]),
+    ],
+    ids=["second hit", "flops"],
+)
+def test_policies_change_what_is_hit_and_not_what_is_said(generate, cache, policies, cached):
+    args = ("--prompt", LONG, "--max-tokens", "12", "--repeat", "3")
+    cold = requests_of(generate, *args)
+    hit = requests_of(generate, *args, "--prefix-cache", cache, *policies)
+    assert [r["output_ids"] for r in hit] == [r["output_ids"] for r in cold]
+    assert [r["cache"]["cached_tokens"] for r in hit] == cached
 
 
 def test_options_reach_the_engine_under_the_engines_own_names(generate):
@@ -463,6 +516,18 @@ def test_options_reach_the_engine_under_the_engines_own_names(generate):
     assert type(cache).__name__ == "SGLangCache"
     assert (cache.strategy, cache.page, cache.tree.path_cap) == ("extra_buffer_lazy", 32, 5)
     assert (cache.grids.checkpoint, cache.decode_grid) == (32, 96)
+
+
+def test_options_of_blocks_reach_the_engine_under_the_engines_own_names(generate):
+    args = load("generate.py").parse(
+        [
+            *BLOCKS, "--mamba-block-size", "32", "--prefix-match-unit", "8",
+            "--prefix-cache-retention-interval", "64", "--compat", "vllm",
+        ]
+    )  # fmt: skip
+    cache = options.open_engine(args).cache
+    assert type(cache).__name__ == "VLLMCache"
+    assert (cache.sizes.states, cache.sizes.unit, cache.retention.interval) == ((32,), 8, 64)
 
 
 @pytest.mark.filterwarnings("default")

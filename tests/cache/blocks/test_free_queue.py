@@ -29,6 +29,16 @@ def test_what_was_taken_out_of_the_middle_can_go_back_there():
         queue.remove(9)
 
 
+def test_places_are_in_order_and_the_back_is_behind_them_all():
+    queue = FreeQueue([4, 2])
+    queue.push_front([7])
+    queue.push_back([3])
+    places = [queue.place(id) for id in (7, 4, 2, 3)]
+    assert places == sorted({*places}) and places[-1] < queue.back
+    with pytest.raises(KeyError):
+        queue.place(9)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["front", "back", "remove", "pop"]), st.integers(1, 9))))
 def test_it_is_a_list_that_is_fast_in_the_middle(calls):
     queue, model = FreeQueue([1, 2, 3]), [1, 2, 3]

@@ -99,6 +99,35 @@ def test_a_hold_that_is_undone_leaves_no_trace_in_the_order():
     assert [*pool.queue] == [3, 4, 5, 1, 2]
 
 
+def test_what_is_discarded_has_no_key_and_is_the_next_to_be_taken():
+    pool, blocks = keyed_and_free()
+    pool.discard(blocks[0])
+    assert [*pool.queue] == [1, 3, 4, 5, 2]
+    assert not blocks[0].keys and pool.state_of(blocks[0]) is Ownership.FREE
+    pool.hold([blocks[1]])
+    pool.discard(blocks[1])
+    assert not blocks[1].keys and [*pool.queue] == [1, 3, 4, 5]
+    pool.release([blocks[1]])
+    assert [*pool.queue] == [2, 1, 3, 4, 5]
+
+
+class LastOne:
+    """A choice of what was let go of last."""
+
+    def victim(self, idle):
+        return idle[-1]
+
+
+def test_a_choice_is_asked_when_only_blocks_with_keys_are_left():
+    pool, _ = keyed_and_free()
+    pool.choice = LastOne()
+    assert ids(pool.take(4, 0)) == [3, 4, 5, 1]
+    assert pool.find(key(1)) is None and pool.was_lost(key(1))
+    assert ids(pool.take(1, 0)) == [2]
+    with pytest.raises(OwnershipError, match="1 blocks, of which 0 are free"):
+        pool.take(1, 0)
+
+
 def test_of_equal_blocks_the_oldest_serves_and_the_next_one_takes_over():
     pool = made()
     first, second = pool.take(2, 0)

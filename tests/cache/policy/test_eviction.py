@@ -34,6 +34,11 @@ def test_m02_the_smallest_score_goes(alpha, scores, victim):
     assert NAMES[candidates[m01(alpha).victim(candidates, NOW)]] == victim
 
 
+def test_a_state_that_saves_nothing_is_worth_nothing_even_if_it_weighs_nothing():
+    nothing = FlopAware(PrefixFlops(1000, 1), state_bytes=0, row_bytes=32)
+    assert [policy.efficiency(Evictable(8, 8, 1)) for policy in (m01(), nothing)] == [0, 0]
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 2.0])
 def test_m05_of_equal_candidates_the_first_goes(alpha):
     twins = [Evictable(8, 16, 3)] * 3

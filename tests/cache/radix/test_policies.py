@@ -13,10 +13,10 @@ from cache.policy.alpha import ALPHAS, LearntAlpha
 from cache.policy.cost_model import PrefixFlops
 from cache.policy.eviction import FlopAware, Served
 from cache.radix.manager import RadixCache
-from cache.radix.rehearsal import Rehearsal
 from cache.radix.sglang import SGLangCache
+from cache.rehearsal import Rehearsal, without_memory
 from tests.cache.machine import QUICK, machine_of
-from tests.cache.memory import Shape
+from tests.cache.memory import Shape, make_storage
 from tests.cache.radix.planting import Garden
 from tests.cache.radix.served import Served as Serving
 
@@ -225,7 +225,11 @@ def test_the_engines_own_rules_ask_no_admission_policy():
 # learning alpha
 
 
-ROOM = Rehearsal(pages=128, page=1, slots=6, unit=1)
+def rehearsal(pages=128, slots=7, **options):
+    """Of a manager that publishes at any boundary."""
+    storage = make_storage(Shape(((pages, 1),), (slots,)))
+    options = dict(strategy="no_buffer", state_chunk=4) | options
+    return Rehearsal(lambda policy: RadixCache(without_memory(storage), eviction=policy, **options))
 
 
 def workload(count):
@@ -243,28 +247,28 @@ def test_a_rehearsal_is_what_the_manager_would_have_saved():
     requests = [*workload(30)]
     serving = Serving(strategy="no_buffer", page=1, pages=400, slots=60)
     hits = [serving.run(request.tokens).hit.joint for request in requests]
-    room = ROOM._replace(pages=400, slots=60)
     assert any(hits)
-    assert room.saved_flops(flop_aware(), requests) == sum(map(FLOPS.of, hits))
+    saved = rehearsal(pages=400, slots=60).saved_flops(flop_aware(), requests)
+    assert saved == sum(map(FLOPS.of, hits))
 
 
 def test_a_rehearsal_is_deterministic_and_leaves_the_policy_alone():
     policy, requests = flop_aware(0.5), [*workload(60)]
-    once, again = (ROOM.saved_flops(policy, requests) for _ in range(2))
+    once, again = (rehearsal().saved_flops(policy, requests) for _ in range(2))
     assert once == again > 0
     assert policy == flop_aware(0.5)
 
 
 def test_what_does_not_fit_is_not_stored():
-    room = ROOM._replace(pages=8)
-    assert room.saved_flops(flop_aware(), [Served(tuple(range(20)), 20)] * 3) == 0
+    too_long = Served(tuple(range(20)), 20)
+    assert rehearsal(pages=8).saved_flops(flop_aware(), [too_long] * 3) == 0
 
 
 def test_a_long_prompt_that_comes_back_too_late_for_recency_teaches_to_weigh_flops():
     requests = [*workload(60)]
-    saved = [ROOM.saved_flops(flop_aware(alpha), requests) for alpha in ALPHAS]
+    saved = [rehearsal().saved_flops(flop_aware(alpha), requests) for alpha in ALPHAS]
     assert saved[0] == 0 and saved[-1] == max(saved) == 11 * FLOPS.of(48)
-    policy = LearntAlpha(flop_aware(), ROOM.saved_flops)
+    policy = LearntAlpha(flop_aware(), rehearsal().saved_flops)
     serving = Serving(
         partial(RadixCache, eviction=policy), strategy="no_buffer", page=1, pages=128, slots=7
     )
@@ -285,7 +289,7 @@ MAKERS = {
         storage,
         state_chunk=4,
         admission=Marconi(),
-        eviction=LearntAlpha(flop_aware(), Rehearsal(8, 2, 4, 2).saved_flops),
+        eviction=LearntAlpha(flop_aware(), rehearsal(16, 4).saved_flops),
     ),
     "marconi, lazy": lambda storage: RadixCache(
         storage, state_chunk=4, admission=Marconi(), strategy="extra_buffer_lazy"

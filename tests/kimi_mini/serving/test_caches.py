@@ -7,17 +7,26 @@ import pytest
 from cache.blocks.manager import BlockCache
 from cache.blocks.vllm import VLLMCache
 from cache.plain import PlainCache
+from cache.policy.admission import Marconi, SecondHit
+from cache.policy.alpha import LearntAlpha
+from cache.policy.cost_model import PrefixFlops
+from cache.policy.eviction import FlopAware
 from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
+from kimi_mini.costs import prefix_flops
 from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
 from kimi_mini.serving.memory import DEFAULT_BLOCKS
 from tests.cache.memory import Shape, make_storage
 from tests.kimi_mini.serving.alone import oracle_engine
 
+FLOPS = PrefixFlops(1000, 1)
 
-def built(name, page=16, alignment=16, largest_piece=512, **options):
+
+def built(name, page=16, alignment=16, largest_piece=512, flops=FLOPS, **options):
     storage = make_storage(Shape(((20, page),), (8,)))
-    return build_cache(name, CacheOptions(**options), storage, alignment, largest_piece)
+    return build_cache(
+        name, CacheOptions(**options), storage, alignment, largest_piece, flops=flops
+    )
 
 
 def test_none_has_no_reuse_and_is_the_default():
@@ -98,6 +107,39 @@ def test_under_the_engines_rules_one_list_counts_pages_and_slots():
     assert [pool.size for pool in engine.cache.storage] == [4, 4]
 
 
+@pytest.mark.parametrize("name", ["radix", "blocks"])
+def test_by_default_no_policy_is_asked(name):
+    for options in ({}, dict(admission="all", eviction="lru")):
+        cache = built(name, flops=None, **options)
+        assert cache.admission is None and cache.eviction is None
+
+
+@pytest.mark.parametrize("name", ["radix", "blocks"])
+def test_policies_reach_the_cache_with_the_bytes_of_its_memory(name):
+    cache = built(name, admission="second-hit", eviction="flop-aware")
+    assert type(cache.admission) is SecondHit
+    assert cache.eviction == FlopAware(FLOPS, state_bytes=88, row_bytes=32, alpha=1.0)
+    assert built(name, eviction="flop-aware", eviction_alpha=0).eviction.alpha == 0
+    cache = built(name, admission="marconi", eviction="auto")
+    assert type(cache.admission) is Marconi and type(cache.eviction) is LearntAlpha
+    assert (cache.eviction.alpha, cache.eviction.learnt) == (0, False)
+
+
+@pytest.mark.parametrize("name", ["radix", "blocks"])
+def test_the_engine_weighs_the_flops_of_its_model_and_the_bytes_of_its_states(name):
+    options = CacheOptions(eviction="flop-aware", eviction_alpha=0.5)
+    engine = oracle_engine(prefix_cache=name, cache_options=options)
+    sizes, flops = engine.memory.sizes, prefix_flops(engine.model.config)
+    assert engine.cache.eviction == FlopAware(flops, sizes.slot_bytes, sizes.row_bytes, 0.5)
+
+
+@pytest.mark.parametrize("eviction", ["flop-aware", "auto"])
+@pytest.mark.parametrize("name", ["radix", "blocks"])
+def test_flops_that_nobody_has_said_cannot_be_weighed(name, eviction):
+    with pytest.raises(ValueError, match=f"'{eviction}' weighs the FLOPs of a prefix, and they we"):
+        built(name, eviction=eviction, flops=None)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -114,6 +156,16 @@ def test_under_the_engines_rules_one_list_counts_pages_and_slots():
         (dict(hash_unit=1.5), "hash_unit must be an integer of at least 1, got 1.5"),
         (dict(retention=-1), "retention must be at least 0, got -1"),
         (dict(retention="all"), "retention must be an integer of at least 0, got 'all'"),
+        (dict(admission="some"), "admission must be one of all, second-hit, marconi; got 'some'"),
+        (dict(admission=["all"]), "admission must be one of .*; got .'all'."),
+        (dict(eviction=""), "eviction must be one of lru, flop-aware, auto; got ''"),
+        (dict(eviction_alpha=1), "eviction_alpha is for eviction 'flop-aware', got 1 for 'lru'"),
+        (dict(eviction="auto", eviction_alpha=0), "for eviction 'flop-aware', got 0 for 'auto'"),
+        (dict(eviction="flop-aware", eviction_alpha=-1), "a number from 0 on, got -1"),
+        (dict(eviction="flop-aware", eviction_alpha=float("nan")), "from 0 on, got nan"),
+        (dict(eviction="flop-aware", eviction_alpha=float("inf")), "from 0 on, got inf"),
+        (dict(eviction="flop-aware", eviction_alpha=True), "from 0 on, got True"),
+        (dict(eviction="flop-aware", eviction_alpha="2"), "from 0 on, got '2'"),
     ],
 )
 def test_options_out_of_range_are_named(options, message):
@@ -131,10 +183,17 @@ def test_options_out_of_range_are_named(options, message):
         (
             "blocks",
             dict(state_chunk=64),
-            "'blocks' has compat, state_block, hash_unit, retention; got",
+            "'blocks' has compat, state_block, hash_unit, retention, .*; got state_chunk",
         ),
         ("radix", dict(retention=0), "'radix' has compat, strategy, .*; got retention"),
         ("blocks", dict(compat="sglang"), "compat of prefix_cache 'blocks' must be vllm; got"),
+        ("none", dict(admission="all"), "'none' has no options; got admission"),
+        ("radix", dict(compat="sglang", admission="marconi"), "engine's own rules, .*; got admiss"),
+        (
+            "blocks",
+            dict(compat="vllm", eviction="auto"),
+            "'vllm' is that engine's .*; got eviction",
+        ),
         ("radix", dict(compat="vllm"), "compat of prefix_cache 'radix' must be sglang; got 'vllm'"),
     ],
 )
