@@ -196,17 +196,9 @@ class BlockHoldings(Holdings):
         evicted = 0
         for pool, block in self._idle_blocks():
             if block.pool is physical and evicted < count:
-                pool.forget(block)
+                pool._evict(block)
                 evicted += 1
         return evicted
-
-    def forget_states(self, *boundaries: int) -> None:
-        """All at these boundaries, whatever was reused before them."""
-        (states,) = self.cache.storage.states
-        for pool in self.cache.block_pools:
-            for entry in [*pool.entries()]:
-                if entry.block.pool is states and entry.boundary in boundaries:
-                    pool.forget(entry.block)
 
     def _idle_blocks(self) -> Iterable[tuple[BlockPool, Block]]:
         """That are found by something, and that nobody holds; in the order of reuse."""

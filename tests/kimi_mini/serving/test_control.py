@@ -15,8 +15,11 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PROMPT = [5, 6, 7, 8] * 25
 
 
-def engine():
-    return oracle_engine(prefix_cache="radix", state_slots=12, kv_pages=60, audit=True)
+by_both = pytest.mark.parametrize("cache", ["radix", "blocks"])
+
+
+def engine(cache):
+    return oracle_engine(prefix_cache=cache, state_slots=12, kv_pages=60, audit=True)
 
 
 def hit_of(engine, prompt=PROMPT, **control):
@@ -51,16 +54,18 @@ def test_what_a_control_cannot_say_is_named(values, message):
         CacheControl(**values)
 
 
-def test_a_salt_shares_with_its_like_alone():
-    served = engine()
+@by_both
+def test_a_salt_shares_with_its_like_alone(cache):
+    served = engine(cache)
     for salt in (None, "", "a", "b", "\udcff"):
         assert hit_of(served, cache_salt=salt).joint == 0, salt
     for salt in (None, "", "a", "b", "\udcff"):
         assert hit_of(served, cache_salt=salt).joint == 96, salt
 
 
-def test_who_skips_reading_leaves_as_much_as_others():
-    served = engine()
+@by_both
+def test_who_skips_reading_leaves_as_much_as_others(cache):
+    served = engine(cache)
     for _ in range(2):
         hit = hit_of(served, skip_read=True)
         assert (hit.joint, hit.token_hit, hit.lower) == (0, 0, Lower.NO_REUSE)
@@ -68,6 +73,7 @@ def test_who_skips_reading_leaves_as_much_as_others():
     assert hit_of(served).joint == 96
 
 
+@by_both
 @pytest.mark.parametrize(
     "named, kept",
     [
@@ -79,8 +85,8 @@ def test_who_skips_reading_leaves_as_much_as_others():
         ([100, 5000], [64, 96]),  # 96, and none beyond the prompt
     ],
 )
-def test_a_named_boundary_is_floored_to_the_page_and_kept(named, kept):
-    served = engine()
+def test_a_named_boundary_is_floored_to_the_page_and_kept(cache, named, kept):
+    served = engine(cache)
     hit_of(served, checkpoint_at=named)
     assert checkpoints(served) == kept
     for boundary in kept:
@@ -88,9 +94,15 @@ def test_a_named_boundary_is_floored_to_the_page_and_kept(named, kept):
         assert hit.joint == boundary
 
 
-def test_where_a_named_boundary_is_kept_is_told():
+SAYS_TOO_MUCH = pytest.mark.xfail(
+    strict=True, reason="the block manager says of what is below a hit that it is kept"
+)
+
+
+@pytest.mark.parametrize("cache", ["radix", pytest.param("blocks", marks=SAYS_TOO_MUCH)])
+def test_where_a_named_boundary_is_kept_is_told(cache):
     """Decision 31. Below a hit nothing is computed, so nothing is kept that is not there."""
-    served = engine()
+    served = engine(cache)
     named = CacheControl(checkpoint_at=[37, 15, 5000, 64])
 
     def told(control=named):
@@ -104,18 +116,20 @@ def test_where_a_named_boundary_is_kept_is_told():
     assert told() == {37: 32, 15: None, 5000: None, 64: 64}
 
 
-def test_rules_without_named_boundaries_refuse_them():
-    rules = dict(prefix_cache="radix", cache_options=CacheOptions(compat="sglang"))
-    served = oracle_engine(state_slots=12, kv_pages=60, **rules)
+@pytest.mark.parametrize("cache, compat", [("radix", "sglang"), ("blocks", "vllm")])
+def test_rules_without_named_boundaries_refuse_them(cache, compat):
+    rules = dict(prefix_cache=cache, cache_options=CacheOptions(compat=compat))
+    served = oracle_engine(state_slots=60, kv_pages=60, **rules)
     with pytest.raises(
-        ValueError, match="checkpoint_at is given, but the rules of compat 'sglang'"
+        ValueError, match=f"checkpoint_at is given, but the rules of compat '{compat}'"
     ):
         served.generate([PROMPT], None, CacheControl(checkpoint_at=[32]))
 
 
-def test_a_boundary_named_in_what_is_read_already_is_no_trouble():
+@by_both
+def test_a_boundary_named_in_what_is_read_already_is_no_trouble(cache):
     """It lies below the resume: the next to compute it keeps it."""
-    served = engine()
+    served = engine(cache)
     hit_of(served)
     assert hit_of(served, checkpoint_at=[32]).joint == 96
     assert checkpoints(served) == [64, 96]
@@ -123,11 +137,12 @@ def test_a_boundary_named_in_what_is_read_already_is_no_trouble():
     assert checkpoints(served) == [32, 64, 96]
 
 
-def test_every_sample_of_a_request_is_under_its_control():
-    served = engine()
+@by_both
+def test_every_sample_of_a_request_is_under_its_control(cache):
+    served = engine(cache)
     params = SamplingParams(n=3, max_tokens=1, temperature=1.0, seed=1, ignore_eos=True)
     served.generate([PROMPT], params, CacheControl(cache_salt="a"))
-    assert {node.salt for node in served.cache.tree.nodes()} == {"a"}
+    assert hit_of(served).token_hit == 0
     (output,) = served.generate([PROMPT], params, CacheControl(cache_salt="a"))
     assert [own.cached_tokens for own in output.outputs] == [96] * 3
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kimi_mini import SamplingParams
+from kimi_mini.serving.caches import CacheOptions
 from kimi_mini.serving.conversation import Conversation, read_turns, turn_by_turn
 from kimi_mini.serving.open_model import around
 from tests.kimi_mini.serving.alone import oracle_engine, script, small_model
@@ -76,9 +77,17 @@ def test_a_model_without_text_says_so_and_nothing_is_changed():
     assert talk.ids == [7]
 
 
-def test_later_turns_read_what_earlier_ones_have_left():
+@pytest.mark.parametrize(
+    "cache, options",
+    [("radix", {}), ("blocks", dict(state_block=16, retention=16))],
+    ids=["radix", "blocks"],
+)
+def test_later_turns_read_what_earlier_ones_have_left(cache, options):
     """Each is resumed from the last page that was computed for the one before it."""
-    engine = oracle_engine(context=600, prefix_cache="radix", state_slots=9, kv_pages=60)
+    engine = oracle_engine(
+        context=600, prefix_cache=cache, cache_options=CacheOptions(**options), state_slots=60,
+        kv_pages=60,
+    )  # fmt: skip
     talk = Conversation(engine.opened)
     computed = 0
     for turn in range(6):

@@ -377,7 +377,7 @@ def test_one_prompt_needs_no_list_and_ids_may_be_of_any_integer_kind():
 def test_of_several_samples_the_first_scores_the_prompt_and_the_others_may_read_it():
     params = seeded(n=3, prompt_logprobs=0, max_tokens=4, ignore_eos=True)
     prompt = list(range(3, 35))
-    for cache, cached in (("none", 0), ("radix", 16)):
+    for cache, cached in (("none", 0), ("radix", 16), ("blocks", 16)):
         engine = small_engine(
             page=8, state_slots=8, kv_pages=40, prefill_chunk=16, max_batch_tokens=16,
             prefix_cache=cache, audit=True,

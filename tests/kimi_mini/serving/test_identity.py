@@ -87,8 +87,9 @@ def test_ranks_and_specials_are_in_the_fingerprint_of_a_tiktoken_model(tmp_path)
     assert len({plain, *others}) == 3
 
 
-def test_an_engine_with_reuse_gives_it_to_its_cache():
-    engine = Engine(nano(), prefix_cache="radix")
+@pytest.mark.parametrize("cache", ["radix", "blocks"])
+def test_an_engine_with_reuse_gives_it_to_its_cache(cache):
+    engine = Engine(nano(), prefix_cache=cache)
     assert engine.cache.identity == identity_of(engine.opened)
 
 

@@ -90,9 +90,10 @@ def test_pressure_shows_in_the_totals():
     assert said["totals"]["waits"]["pages"] >= 1 and said["totals"]["waits"]["slots"] >= 1
 
 
-def test_what_the_prefix_cache_did_is_summed_up():
+@pytest.mark.parametrize("cache", ["radix", "blocks"])
+def test_what_the_prefix_cache_did_is_summed_up(cache):
     model = KimiForCausalLM.from_config(preset("nano"), seed=0)
-    engine = Engine(model, prefix_cache="radix", state_slots=4, kv_pages=16)
+    engine = Engine(model, prefix_cache=cache, state_slots=4, kv_pages=16)
     prompt, params = [[*range(5, 90)]], SamplingParams(temperature=0, max_tokens=2)
     outputs = [*engine.generate(prompt, params), *engine.generate(prompt, params)]
     said = json.loads(json.dumps(report(engine, outputs)))
@@ -100,7 +101,7 @@ def test_what_the_prefix_cache_did_is_summed_up():
     whole = said["prefix_cache"]
     assert whole.pop("identity") == vars(engine.cache.identity)
     assert whole == {
-        "kind": "radix",
+        "kind": cache,
         "lookups": 2,
         "cached_tokens": 80,
         "token_hit": 80,

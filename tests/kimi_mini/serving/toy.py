@@ -15,17 +15,8 @@ from kimi_mini import KimiForCausalLM, preset
 from kimi_mini.serving.control import CacheControl
 from kimi_mini.serving.outputs import CompletionOutput
 from kimi_mini.serving.request import Request
-from tests.kimi_mini.serving.reuse import (
-    DEFAULT,
-    EXACT,
-    Rules,
-    Truth,
-    Witness,
-    distance,
-    greedy,
-    reusing,
-    run,
-)
+from tests.kimi_mini.serving.reuse import TREE, Rules, greedy, reusing, run
+from tests.kimi_mini.serving.witness import EXACT, Truth, Witness, distance
 
 
 @functools.cache
@@ -68,15 +59,24 @@ TRUTH = {kernel_chunk: Truth(toy(kernel_chunk)) for kernel_chunk in (16, 64)}
 
 
 class Served:
-    """TOY behind an engine; whatever is asked is held against COLD."""
+    """TOY behind an engine; whatever is asked is held against COLD. running: the states of rows
+    that run are asked for, too."""
 
-    def __init__(self, rules: Rules = DEFAULT, kernel_chunk: int = 16, **options) -> None:
+    def __init__(
+        self,
+        rules: Rules = TREE,
+        kernel_chunk: int = 16,
+        *,
+        page: int | None = None,
+        running: bool = False,
+        **options,
+    ) -> None:
+        page = page or rules.page
+        roomy = dict(page=page, state_slots=12, kv_pages=-(-1100 // page))
         self.truth = TRUTH[kernel_chunk]
-        roomy = dict(state_slots=12, kv_pages=-(-1100 // options.get("page", 16)))
         self.engine = reusing(self.truth.model, rules, **roomy | options)
-        self.witness = Witness(self.engine, truth=self.truth)
-        self.cache = self.engine.cache
-        self.tree = getattr(self.cache, "tree", None)  # hashed blocks have none
+        self.witness = Witness(self.engine, truth=self.truth, running=running)
+        self.cache, self.holdings = self.engine.cache, self.witness.holdings
 
     def add(self, prompt: Sequence[int], new: int = 4, **control) -> Request:
         return self.engine.add_request(prompt, greedy(new), control=CacheControl(**control))
