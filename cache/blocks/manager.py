@@ -98,12 +98,6 @@ class BlockCache(Publication):
 
     def _set_choices(self) -> None:
         """Let the policy choose among the states of each group."""
-        policies = [p for p in (self.admission, self.eviction) if p is not None]
-        if policies and any(len(pool.pools) > 1 for pool in self.block_pools):
-            raise ValueError(
-                "where one list counts the blocks of all groups, its order is the only rule: no "
-                f"policies, got {', '.join(type(policy).__name__ for policy in policies)}"
-            )
         for group in self._states if self.eviction is not None else ():
             group.pool.choice = Victims(group.pool, self.eviction)
 

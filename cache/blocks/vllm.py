@@ -211,7 +211,7 @@ class VLLMCache(BlockCache):
     others for attention groups; without, these come first. rows_at_once: whole blocks of rows may
     be shared in the very step that writes them, as the engine does; then the plans of a step run
     all or none, and the books are right when it has ended (I-41). Other arguments, errors: as
-    `BlockCache`; ValueError, too, for pools that are not of one size.
+    `BlockCache`; ValueError, too, for policies, and for pools that are not of one size.
 
     clips: whether `plan` clips pieces; the engine's scheduler does.
     """
@@ -236,6 +236,9 @@ class VLLMCache(BlockCache):
             raise ValueError(
                 f"inner_checkpoint must be at least 1 token, or None, got {inner_checkpoint}"
             )
+        policies = [name for name in ("admission", "eviction") if arguments.get(name) is not None]
+        if policies:
+            raise ValueError(f"the engine's own rules know no policies, got {policies}")
         self._inner, self._dense = inner_checkpoint, state_mode != "align"
         count = len(storage.pages)
         self._kinds = tuple(kinds) or (*["rows"] * count, *[STATES] * len(storage.states))

@@ -11,7 +11,7 @@ from cache.null_executor import NullExecutor
 from cache.pools.allocator import OwnershipError
 from cache.pools.storage import Sizes, one_of_each
 from cache.radix import key as keys
-from cache.radix.manager import RadixLease
+from cache.radix.lease import RadixLease
 from cache.radix.node import Node, Receipt
 from cache.radix.sglang import SGLangCache
 from cache.radix.strategy import Strategy
