@@ -16,7 +16,7 @@ from typing import NamedTuple
 class CacheRequest:
     """One sequence that wants storage; `n` samples of a prompt are n of these.
 
-    name           for messages
+    name           for messages, and for policies: whose it is, also after a preemption
     ids            the known tokens: the prompt; after a preemption, what was sampled too. A copy is
                    kept, so that a caller's growing list is not an identity that changes
     salt           separates key spaces (tenants); part of the identity
@@ -40,6 +40,14 @@ class CacheRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))
 
+    @property
+    def readable(self) -> int:
+        """Tokens that may be read: one must run to give logits (I-03)."""
+        if self.skip_read:
+            return 0
+        last = len(self.ids) - 1
+        return last if self.key_cap is None else max(0, min(last, self.key_cap))
+
 
 class Lower(StrEnum):
     """Why the joint boundary of a hit is not higher (decision 32)."""
@@ -60,6 +68,9 @@ class Hit(NamedTuple):
     token_hit: int = 0
     junction: int | None = None
     lower: Lower = Lower.UNKNOWN
+
+
+COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
 class CopyKind(StrEnum):
@@ -139,6 +150,12 @@ class Lease:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.ids)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of its prompt; what it came with beyond that was sampled before a preemption."""
+        ids = len(self.request.ids)
+        return ids if self.request.prompt is None else self.request.prompt
 
     @property
     def remaining(self) -> int:

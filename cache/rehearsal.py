@@ -26,14 +26,15 @@ class Rehearsal(NamedTuple):
         is."""
         cache = self.make(policy)
         fitting = (request for request in requests if not cache.refusal(len(request.tokens)))
-        return sum(policy.flops.of(self._serve(cache, request)) for request in fitting)
+        hits = (self._serve(cache, f"rehearsed-{n}", request) for n, request in enumerate(fitting))
+        return sum(policy.flops.of(hit) for hit in hits)
 
-    def _serve(self, cache: StateCache, request: Served) -> int:
+    def _serve(self, cache: StateCache, name: str, request: Served) -> int:
         """The tokens that hit. What followed the prompt is known at once, and runs up to where its
         last state is kept, and on."""
         prompt, rest = request.tokens[: request.prompt], request.tokens[request.prompt :]
         cache.begin_step()
-        lease = cache.admit(CacheRequest("rehearsed", prompt, request.salt))
+        lease = cache.admit(CacheRequest(name, prompt, request.salt))
         while lease.remaining:
             last = floored(len(lease.tokens), self.grid) - lease.computed
             want = last if lease.computed >= len(prompt) and last > 0 else lease.remaining

@@ -11,12 +11,14 @@ from cache.policy.eviction import Served
 
 
 class Visit:
-    """One request's questions to an admission policy. policy: None admits what there is. prefix:
-    the name of the first so many tokens of the request."""
+    """One request's questions to an admission policy. policy: None admits what there is. visitor:
+    the request's name, which it keeps when it comes back after a preemption. prefix: the name of
+    its first so many tokens."""
 
-    def __init__(self, policy: Admission | None, prefix: Callable[[int], Hashable]) -> None:
-        self._policy, self._prefix = policy, prefix
-        self._visitor = object()
+    def __init__(
+        self, policy: Admission | None, visitor: Hashable, prefix: Callable[[int], Hashable]
+    ) -> None:
+        self._policy, self._visitor, self._prefix = policy, visitor, prefix
 
     def admits(self, boundary: int | None, occasion: Occasion) -> bool:
         """Whether the state at this boundary, if there is one, is worth storing."""

@@ -11,7 +11,7 @@ from cache.blocks.lease import BlockLease, Pair
 from cache.blocks.pool import Block, BlockPool
 from cache.pools.allocator import Ownership
 
-PRIVATE = (Ownership.ACTIVE, Ownership.TRACKED)
+WRITABLE = (Ownership.ACTIVE, Ownership.TRACKED)
 
 
 def audit_blocks(
@@ -54,7 +54,7 @@ def _audit_pool(pool: BlockPool, holders: Counter[Block]) -> list[str]:
         bare = not block.refs and not block.keys
         if bare != (state in (Ownership.FREE, Ownership.RESERVED)):
             faults.append(f"I-10: {block} has memory that is {state}")
-        if not block.refs and state in PRIVATE:
+        if not block.refs and state in WRITABLE:
             faults.append(f"I-10: nobody holds {block}, yet its memory is {state}")
     for physical in pool.pools.values():
         own = {block.id for block in pool.blocks if block.pool is physical}

@@ -161,12 +161,6 @@ class BlockLease(Lease):
     stale: bool = False
 
     @property
-    def prompt(self) -> int:
-        """Tokens of its prompt; what it came with beyond that was sampled before a preemption."""
-        ids = len(self.request.ids)
-        return ids if self.request.prompt is None else self.request.prompt
-
-    @property
     def decodes(self) -> bool:
         """All tokens that it came with are in the state."""
         return self.computed >= len(self.request.ids)

@@ -23,6 +23,7 @@ from cache.blocks.sizes import block_sizes
 from cache.blocks.victims import Victims
 from cache.boundaries import floored
 from cache.leases import (
+    COLD,
     CacheRequest,
     Copy,
     Hit,
@@ -38,8 +39,6 @@ from cache.policy.retention import Retention
 from cache.pools.storage import Storage
 from cache.stats import Evictions
 from cache.visit import Visit, served
-
-COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
 class BlockCache(Publication):
@@ -140,11 +139,8 @@ class BlockCache(Publication):
         return HashChain(self.identity.origin(salt), tokens, self.sizes.unit)
 
     def _limit(self, request: CacheRequest) -> int:
-        """Tokens that may be read: one must run to give logits (I-03)."""
-        if request.skip_read or not self.reuse:
-            return 0
-        last = len(request.ids) - 1
-        return last if request.key_cap is None else max(0, min(last, request.key_cap))
+        """Tokens that may be read here."""
+        return request.readable if self.reuse else 0
 
     def _hit(self, found: Found, request: CacheRequest, chain: HashChain) -> Hit:
         """What that means for a request."""
@@ -174,9 +170,8 @@ class BlockCache(Publication):
             rows=[RowTable() for _ in self._rows],
             states=[StateTable(group.capacity) for group in self._states],
         )
-        lease.named = tuple(self._named(boundary, request) for boundary in request.checkpoint_at)
         lease.chain = self.chain_of(lease.tokens, request.salt)
-        lease.visit = Visit(self.admission, lease.chain.at)
+        lease.visit = Visit(self.admission, request.name, lease.chain.at)
         lease.recurring = self._recurring(lease)
         self._restore(lease)
         return lease
@@ -185,6 +180,7 @@ class BlockCache(Publication):
         """Look up, and hold what is found unless it is being written in this very step."""
         found = self._found(lease.request, lease.chain)
         lease.hit, lease.computed = self._hit(found, lease.request, lease.chain), found.joint
+        lease.named = self._named(lease)
         lease.stale = found.joint > 0 and self._is_fresh(found, lease.chain)
         if found.joint and not lease.stale:
             for group in self.groups:
@@ -218,7 +214,7 @@ class BlockCache(Publication):
         wait = self._shortage(lease, end, first)
         if wait is not None and first and lease.computed and self._alone(lease):
             self._forget(lease)
-            lease.hit, lease.stale = COLD, False
+            lease.hit, lease.named, lease.stale = COLD, self._named(lease), False
             return self._plan(lease, want, max_chunk)
         if wait is not None:
             return self._give_up(lease, wait)
@@ -275,6 +271,7 @@ class BlockCache(Publication):
             group.settle(lease)
         self._copied(piece.pairs)
         self._supersede(lease, piece)
+        lease.named = self._still_named(lease, plan.start)
         return ()
 
     def _copied(self, pairs: list[Pair]) -> None:

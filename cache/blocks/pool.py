@@ -40,7 +40,8 @@ class Block:
         self.id, self.refs = id, 0
         self.keys: dict[Key, int] = {}
         self.pool: Pool | None = None
-        self.filled = self.place = 0
+        self.filled = 0
+        self.place: int | None = None
         self.resumed = False
 
     def __repr__(self) -> str:
@@ -175,6 +176,7 @@ class BlockPool:
             self._evict(block)
             pool.take([block.id], state)
             block.pool, block.refs, block.filled, block.resumed = pool, 1, 0, False
+            block.place = None
             taken.append(block)
         return taken
 
@@ -208,10 +210,15 @@ class BlockPool:
             block.refs += 1
 
     def unhold(self, blocks: Iterable[Block]) -> None:
-        """Undo `hold`: whoever has no other holder is where it was in the queue."""
+        """Undo `hold`: whoever has no other holder is where it was in the queue; who was not in it,
+        because others have let go of it since, goes there as with `release`."""
         for block in blocks:
-            block.refs -= 1
-            if not block.refs:
+            if block.refs > 1:
+                block.refs -= 1
+            elif block.place is None:
+                self.release([block])
+            else:
+                block.refs = 0
                 self._settle(block)
                 self.queue.put_back(block.id, block.place)
 
@@ -223,6 +230,7 @@ class BlockPool:
             if not block.refs:
                 raise OwnershipError(f"release: nobody holds {block}")
             block.refs -= 1
+            block.place = None
             if not block.refs:
                 self._settle(block)
                 (keyed if block.keys else bare).append(block.id)

@@ -24,7 +24,7 @@ from cache.blocks.groups import RowGroup, StateGroup
 from cache.blocks.lease import NOTHING, BlockLease, Piece, Wanted
 from cache.blocks.sizes import BlockSizes
 from cache.boundaries import floored, resend_boundary
-from cache.leases import CacheRequest, ExportTo
+from cache.leases import ExportTo
 from cache.policy.admission import Admission, Occasion
 from cache.policy.retention import Retention
 from cache.state_cache import StateCache
@@ -42,10 +42,25 @@ class Publication(StateCache):
 
     # what is kept
 
-    def _named(self, boundary: int, request: CacheRequest) -> int | None:
-        """Where a state that the caller named is kept."""
-        kept = floored(boundary, self.sizes.hits)
-        return kept if self.reuse and self._states and 0 < kept <= len(request.ids) else None
+    def _named(self, lease: BlockLease) -> tuple[int | None, ...]:
+        """Where states that the caller named are kept: of what is computed, or of what is read if
+        somebody has kept them there."""
+        last = len(lease.request.ids) if self.reuse and self._states else 0
+        computed = range(lease.computed + 1, last + 1)
+        floors = (floored(n, self.sizes.hits) for n in lease.request.checkpoint_at)
+        return tuple(n if n in computed or self._has_state(lease, n) else None for n in floors)
+
+    def _still_named(self, lease: BlockLease, start: int) -> tuple[int | None, ...]:
+        """The same after a piece from `start` on, which may have had no block for one of them."""
+        ran = range(start + 1, lease.computed + 1)
+        return tuple(None if n in ran and not self._has_state(lease, n) else n for n in lease.named)
+
+    def _has_state(self, lease: BlockLease, boundary: int) -> bool:
+        """Whether every state group has one of the lease's prefix at a boundary."""
+        within = 0 < boundary <= lease.chain.reach
+        return within and all(
+            g.pool.find(lease.chain.key(boundary, g.number)) for g in self._states
+        )
 
     def _wanted(self, lease: BlockLease, end: int) -> Wanted:
         """Boundaries of the piece up to `end`, which included, whose states are to be kept."""
@@ -63,13 +78,13 @@ class Publication(StateCache):
 
     def _at_hand(self, lease: BlockLease, end: int) -> Iterator[tuple[int, Occasion]]:
         """States that the policy is asked about, and why they are at hand."""
-        ids, unit = len(lease.request.ids), self.sizes.hits
         if lease.hit.junction is not None:
             yield lease.hit.junction, Occasion.JUNCTION
         elif lease.recurring is not None:
             yield lease.recurring, Occasion.PERIODIC
-        yield resend_boundary(ids, unit), Occasion.RESEND
-        yield resend_boundary(ids, self._whole_block), Occasion.RESEND
+        for known in dict.fromkeys((lease.prompt, len(lease.request.ids))):
+            for unit in (self.sizes.hits, self._whole_block):
+                yield resend_boundary(known, unit), Occasion.RESEND
         interval = self.retention.interval
         interval = self._whole_block if interval is None else interval
         if interval:
@@ -91,13 +106,13 @@ class Publication(StateCache):
         if not self.reuse or not self._states:
             return None
         block = self._whole_block
-        return lease.visit.recurring(range(block, len(lease.request.ids), block))
+        return lease.visit.recurring(range(block, lease.prompt, block))
 
     def _newest(self, lease: BlockLease, end: int) -> int | None:
         """The boundary of the piece that is worth keeping until the request has a newer one; none
         without a policy: what is at hand is then kept for good."""
         unit = self.sizes.hits
-        tail = resend_boundary(len(lease.request.ids), unit)
+        tail = resend_boundary(lease.prompt, unit)
         boundary = floored(end, unit) if lease.decodes else tail
         if self.admission is None or not lease.computed < boundary <= end:
             return None

@@ -22,6 +22,8 @@ from cache.blocks.keys import HashChain, Key
 from cache.blocks.pool import Block, BlockPool
 from cache.policy.eviction import Evictable, Eviction
 
+SPARE = 64  # lines of what has gone that are no trouble
+
 
 @dataclass
 class Line:
@@ -44,6 +46,8 @@ class Victims:
 
     def kept(self, key: Key, boundary: int, chain: HashChain) -> None:
         """There is, or will be, a state of this prefix."""
+        if len(self._lines) > 2 * len(self._pool.index) + SPARE:
+            self._forget_what_has_gone()
         for line in self._lines.values():
             between = line.start < boundary < line.end
             if between and line.chain.key(boundary, self._group) == key:

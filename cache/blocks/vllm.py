@@ -20,7 +20,7 @@ from cache.blocks.manager import BlockCache
 from cache.blocks.pool import Block, BlockPool
 from cache.boundaries import ChunkRule, InnerCheckpoint, chunk_end, floored, inner_checkpoint
 from cache.columns import column_of
-from cache.leases import CacheRequest, Wait
+from cache.leases import Wait
 from cache.policy.retention import Retention, reachable_boundaries, replay_boundaries
 from cache.pools.allocator import Ownership
 from cache.pools.storage import Storage
@@ -303,8 +303,9 @@ class VLLMCache(BlockCache):
             return f"{tokens:,} tokens may need {blocks:,} blocks; the pool has {size:,}"
         return None
 
-    def _named(self, boundary: int, request: CacheRequest) -> None:
+    def _named(self, lease: BlockLease) -> tuple[None, ...]:
         """The engine knows no boundaries that a caller names."""
+        return (None,) * len(lease.request.checkpoint_at)
 
     def _is_fresh(self, found: Found, chain: HashChain) -> bool:
         """A state counts as fresh even if an older block has the same."""

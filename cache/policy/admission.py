@@ -58,16 +58,17 @@ class SecondHit:
         if memory < 1:
             raise ValueError(f"prefixes to remember must be at least 1, got {memory}")
         self._memory = memory
-        self._first: OrderedDict[Hashable, Hashable] = OrderedDict()  # prefix → visitor
+        self._first: OrderedDict[Hashable, Hashable] = OrderedDict()  # prefix → visitor, None: any
 
     def __len__(self) -> int:
         """Prefixes remembered."""
         return len(self._first)
 
     def worth_keeping(self, state: Candidate) -> bool:
-        first = self._first.setdefault(state.prefix, state.visitor)
+        # rows up to a junction are others', unless it is known whose
+        met = None if state.occasion is Occasion.JUNCTION else state.visitor
+        first = self._first.setdefault(state.prefix, met)
         self._first.move_to_end(state.prefix)
         if len(self._first) > self._memory:
             self._first.popitem(last=False)
-        # rows up to a junction are others', so that it has been met without being asked about
-        return first != state.visitor or state.occasion is Occasion.JUNCTION
+        return first != state.visitor

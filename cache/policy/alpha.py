@@ -2,7 +2,8 @@
 
 Until something is evicted alpha does not matter and is 0. From the first eviction on, several times
 as many requests as came before it are recorded; then all are rehearsed on empty books for alpha =
-0, 0.1 .. 2, and the alpha that would have saved most FLOPs is used from there on.
+0, 0.1 .. 2, one alpha with each request that follows, so that none of them waits for all; and the
+alpha that would have saved most FLOPs is used from there on.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ WINDOWS = (5, 15)  # as many times the requests before the first eviction
 class LearntAlpha:
     """An eviction policy: `policy` with an alpha that it learns once.
 
-    rehearse  FLOPs that hits of these requests, in order, would have saved with a policy. Runs for
-              every alpha within the call of `saw` that completes the record
+    rehearse  FLOPs that hits of these requests, in order, would have saved with a policy. Runs once
+              within each call of `saw` from the one that completes the record, until all are tried
     window    requests to record after the first eviction, in multiples of those before it
     most      requests to record at all, the latest
     ValueError for a window outside of 5 .. 15, or for no record.
@@ -43,6 +44,7 @@ class LearntAlpha:
         self._record: deque[Served] = deque(maxlen=most)
         self._seen = 0
         self._enough: int | None = None  # requests that complete the record; from an eviction on
+        self._saved: list[float] = []  # by alpha, as far as they have been tried
         self.learnt = False
 
     @property
@@ -60,16 +62,20 @@ class LearntAlpha:
         """A request has been served."""
         if self.learnt:
             return
-        self._record.append(request)
-        self._seen += 1
+        if self._enough is None or self._seen < self._enough:
+            self._record.append(request)
+            self._seen += 1
         if self._enough is not None and self._seen >= self._enough:
-            self._policy.alpha = self._best()
+            self._try_next()
+
+    def _try_next(self) -> None:
+        alpha = ALPHAS[len(self._saved)]
+        self._saved.append(self._rehearse(self._with(alpha), [*self._record]))
+        if len(self._saved) == len(ALPHAS):
+            # of equally good ones the smallest
+            self._policy.alpha = ALPHAS[self._saved.index(max(self._saved))]
             self._record.clear()
             self.learnt = True
-
-    def _best(self) -> float:
-        """Of equally good ones the smallest."""
-        return max(ALPHAS, key=lambda alpha: self._rehearse(self._with(alpha), [*self._record]))
 
     def _with(self, alpha: float) -> FlopAware:
         policy = self._policy

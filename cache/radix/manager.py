@@ -13,6 +13,7 @@ from functools import partial
 from cache.boundaries import floored, grids, junction_above
 from cache.identity import Identity
 from cache.leases import (
+    COLD,
     CacheRequest,
     Copy,
     CopyKind,
@@ -37,8 +38,6 @@ from cache.radix.strategy import Strategy
 from cache.radix.tree import Match, RadixTree
 from cache.stats import Evictions
 from cache.visit import Visit, served
-
-COLD = Hit(lower=Lower.NO_REUSE)  # of a request that has no room to resume in
 
 
 class RadixCache(Publication):
@@ -98,11 +97,8 @@ class RadixCache(Publication):
         return COLD if self._must_be_cold(match) else self.hit_of(match, limit)
 
     def _limit(self, request: CacheRequest) -> int:
-        """Tokens that may be read: one must run to give logits (I-03)."""
-        if request.skip_read or not self.reuse:
-            return 0
-        last = len(request.ids) - 1
-        return last if request.key_cap is None else max(0, min(last, request.key_cap))
+        """Tokens that may be read here."""
+        return request.readable if self.reuse else 0
 
     def hit_of(self, match: Match, limit: int) -> Hit:
         """What a match of a key of `limit` tokens means for a request."""
@@ -131,7 +127,8 @@ class RadixCache(Publication):
     def _admit(self, request: CacheRequest) -> RadixLease | Wait:
         lease = RadixLease(request, Hit(), ([],), [0], tracker=self._new_tracker())
         origin, grid = self.identity.origin(request.salt), self.grids.checkpoint
-        lease.visit = Visit(self.admission, PrefixNames(origin, lease.tokens, grid))
+        names = PrefixNames(origin, lease.tokens, grid)
+        lease.visit = Visit(self.admission, request.name, names)
         if self.reuse:
             recurs = range(grid, self._prompt_end(lease) + 1, grid)
             lease.recurring = lease.visit.recurring(recurs)
@@ -146,7 +143,7 @@ class RadixCache(Publication):
     def _named(self, request: CacheRequest, found: Node) -> tuple[int | None, ...]:
         """Where states that the caller named are kept: on pages, of what is computed, or of what is
         read if somebody has kept them there."""
-        there = {node.depth for node in found.path() if node.state is not None}
+        there = found.checkpoints()
         computed = range(found.depth + 1, len(request.ids) + 1) if self.reuse else ()
         floors = (floored(boundary, self.page) for boundary in request.checkpoint_at)
         return tuple(n if n in there or n in computed else None for n in floors)
@@ -290,7 +287,9 @@ class RadixCache(Publication):
     def _commit(self, lease: RadixLease, plan: StepPlan, last: bool) -> tuple[Copy, ...]:
         if plan.start >= len(lease.request.ids):
             return lease.tracker.after_decode(lease.computed, lease.slots[0], self._slots)
-        return self._publish_piece(lease, last)
+        copies = self._publish_piece(lease, last)
+        lease.named = self._still_named(lease, plan.start)
+        return copies
 
     def _release(self, lease: RadixLease, publish: bool) -> None:
         given = self._publish_last(lease) if publish else None

@@ -48,6 +48,10 @@ class Node:
             yield node
             node = node.parent
 
+    def checkpoints(self) -> frozenset[int]:
+        """Boundaries up to here that have a state."""
+        return frozenset(node.depth for node in self.path() if node.state is not None)
+
 
 @dataclass(eq=False)
 class Receipt:

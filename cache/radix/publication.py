@@ -55,7 +55,14 @@ class Publication(StateCache):
 
     def _prompt_end(self, lease: RadixLease) -> int:
         """The last boundary that a resend of the prompt can use."""
-        return floored(len(lease.request.ids) - 1, self.unit)
+        return floored(lease.prompt - 1, self.unit)
+
+    def _still_named(self, lease: RadixLease, start: int) -> tuple[int | None, ...]:
+        """What the caller named, after a piece from `start` on, which may have had no slot for one
+        of them."""
+        ran = range(start + 1, lease.computed + 1)
+        there = lease.receipt.node.checkpoints() if lease.named and lease.receipt else ()
+        return tuple(None if n in ran and n not in there else n for n in lease.named)
 
     def _to_hold(self, lease: RadixLease, wanted: list[int]) -> int | None:
         """The prompt end, if its state is worth storing only as the request's last."""

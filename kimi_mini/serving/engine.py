@@ -384,7 +384,9 @@ class Engine:
 
     def _commit(self, sequence: Sequence, plan: StepPlan, appended: list[int]) -> tuple[Copy, ...]:
         last = sequence.finish_reason is not None
-        return self.cache.commit(sequence.lease, plan.end, appended, last=last)
+        copies = self.cache.commit(sequence.lease, plan.end, appended, last=last)
+        sequence.keeps(sequence.lease)
+        return copies
 
     def _cancel(self, request: Request) -> None:
         self._cancelled.append(request)

@@ -47,7 +47,14 @@ ROOM = {
 
 
 def _interval(text: str) -> int | str:
-    return text if text == DENSE else int(text)
+    if text.lower() == DENSE:
+        return DENSE
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be {DENSE}, or tokens from 0 on; got {text!r}"
+        ) from None
 
 
 CACHE = {  # the engine's names, if it has any → `CacheOptions`

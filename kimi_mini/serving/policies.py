@@ -29,7 +29,7 @@ ADMISSIONS: dict[str, Callable[[], Admission | None]] = {
     "marconi": Marconi,
 }
 EVICTIONS = ("lru", "flop-aware", "auto")
-REHEARSED = 256  # requests, the latest: each is served again for every alpha
+REHEARSED = 64  # requests, the latest: each is served again for every alpha
 
 
 @dataclass(frozen=True)

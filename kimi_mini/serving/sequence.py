@@ -94,10 +94,14 @@ class Sequence:
         )
 
     def entered(self, lease: Lease) -> None:
-        """Its first admission counts: what was found then, and what will be kept for others."""
+        """Its first admission counts for what was found."""
         if self.hit is None:
             self.hit = lease.hit
-            self.checkpoint_at = dict(zip(self.control.checkpoint_at, lease.named, strict=False))
+        self.keeps(lease)
+
+    def keeps(self, lease: Lease) -> None:
+        """What is kept for others of what it named, as far as is known now."""
+        self.checkpoint_at = dict(zip(self.control.checkpoint_at, lease.named, strict=False))
 
     def logits_wanted(self, start: int, end: int) -> range:
         """Positions among start .. end-1 whose logits this sequence needs: the last known token's,

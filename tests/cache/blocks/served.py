@@ -1,5 +1,7 @@
 """A block manager with executors that check what it plans, one call a step."""
 
+from itertools import count
+
 from cache.blocks.groups import StateGroup
 from cache.blocks.manager import BlockCache
 from cache.leases import CacheRequest
@@ -18,6 +20,7 @@ class Served(AnyServed):
         self.storage = make_storage(shape)
         self.cache = make(self.storage, **dict(state_block=8) | options)
         self.executors = (NullExecutor(self.storage), RealMemory(self.storage))
+        self._numbers = count()
 
     def request(self, name, ids, **options) -> CacheRequest:
         return CacheRequest(name, ids, **options)

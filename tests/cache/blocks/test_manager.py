@@ -436,3 +436,12 @@ def test_by_default_a_state_block_is_64_tokens_and_hits_end_on_pages():
     assert cache.sizes.states == (64,) and cache.sizes.hits == 16
     assert cache.refusal(8 * 16) is None
     assert cache.refusal(8 * 16 + 1) == "129 tokens need 9 pages; the pool has 8"
+
+
+def test_a_request_that_comes_back_keeps_where_a_resend_of_its_prompt_resumes():
+    """Nobody sends what it had sampled (serving 4.7: tail = P(prompt; h))."""
+    s = Served(pages=64, page=4, hash_unit=4, state_block=8, slots=12)
+    known = [*PROMPT[:30], *range(500, 520)]
+    s.run(known, prompt=30)
+    assert {24, 28} <= {*s.kept(known)}
+    assert s.hit(known[:30]).joint == 28

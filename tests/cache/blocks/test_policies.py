@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from cache.blocks.keys import HashChain
+from cache.blocks.keys import HashChain, key_of
 from cache.blocks.manager import BlockCache
 from cache.blocks.pool import BlockPool
 from cache.blocks.victims import Victims
@@ -84,6 +84,14 @@ def test_a_request_that_waits_with_its_first_plan_is_not_its_own_second_visitor(
     while lease.remaining:
         s.step(lease)
     s.cache.finish(lease)
+    assert s.kept(prompt) == []
+
+
+def test_nor_is_one_that_comes_back_after_a_preemption():
+    prompt = sequence(0, 66)
+    s = Served(admission=SecondHit(), pages=90)
+    lease = s.run(prompt, new=1, end="preempt", name="twice")
+    s.run(lease.tokens, name="twice", prompt=len(prompt))
     assert s.kept(prompt) == []
 
 
@@ -209,6 +217,15 @@ class Shelf:
 
     def hold(self, *tokens):
         self.pool.hold([block for block, its in self.there.items() if its == tokens])
+
+
+def test_what_has_gone_is_not_remembered_for_ever():
+    """Where a choice is never asked for, because there is always a block without a key."""
+    shelf = Shelf(4)
+    for n in range(1000):
+        shelf.keep(n)
+        shelf.pool.discard(shelf.pool.find(key_of(HashChain(b"", [n, 0], 1).at(1), 7)))
+    assert len(shelf.pool.choice._lines) < 100
 
 
 def test_the_edge_of_a_state_begins_at_the_nearest_of_its_prefix():

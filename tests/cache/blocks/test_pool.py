@@ -248,3 +248,13 @@ def test_after_a_call_that_was_cut_short_what_has_been_there_before_the_step_is_
         assert not any(block.refs for block in pool.blocks)
         assert [*pool.queue][-1] == old.id and len(pool.queue) == 5
     assert bare.pool is None
+
+
+def test_who_is_let_go_of_meanwhile_goes_where_the_released_go():
+    pool = made(4)
+    (block,) = pool.take(1, 0)
+    pool.register(block, key(1), 4)
+    pool.hold([block])  # somebody has found it, and gives it up when its producer has gone
+    pool.release([block])
+    pool.unhold([block])
+    assert [*pool.queue] == [2, 3, 4, block.id]

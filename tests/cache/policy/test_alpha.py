@@ -37,8 +37,20 @@ def test_alpha_is_0_until_a_window_after_the_first_eviction_is_full():
     serve(policy, range(17))
     policy.victim(ANY, 2)  # a later eviction does not open another window
     assert (policy.alpha, policy.learnt, rehearse.asked) == (0, False, [])
-    policy.saw(17)
+    serve(policy, range(17, 17 + 20))
+    assert (policy.alpha, policy.learnt) == (0, False)
+    policy.saw(37)
     assert (policy.alpha, policy.learnt) == (0.7, True)
+
+
+def test_one_alpha_is_tried_with_each_request_once_the_window_is_full():
+    rehearse = Rehearsals()
+    policy = learner(rehearse)
+    policy.victim(ANY, 2)
+    serve(policy, range(4))
+    for tried in range(1, len(ALPHAS) + 1):
+        policy.saw(object())
+        assert len(rehearse.asked) == tried
 
 
 def test_every_alpha_is_rehearsed_with_all_that_was_recorded():
@@ -47,6 +59,7 @@ def test_every_alpha_is_rehearsed_with_all_that_was_recorded():
     serve(policy, "ab")
     policy.victim(ANY, 2)
     serve(policy, range(10))
+    serve(policy, "these are not recorded any more")
     assert rehearse.asked == [(alpha, [*"ab", *range(10)]) for alpha in ALPHAS]
     assert ALPHAS[0] == 0 and ALPHAS[-1] == 2 and len(ALPHAS) == 21
 
@@ -54,7 +67,7 @@ def test_every_alpha_is_rehearsed_with_all_that_was_recorded():
 def test_of_equally_good_alphas_the_smallest_is_taken():
     policy = learner(Rehearsals(0.3, 1.2))
     policy.victim(ANY, 2)
-    serve(policy, range(5))
+    serve(policy, range(5 + 20))
     assert policy.alpha == 0.3
 
 

@@ -1,5 +1,7 @@
 """A radix manager with executors that check what it plans, one call a step."""
 
+from itertools import count
+
 from cache.leases import CacheRequest, Lease, StepPlan, Wait
 from cache.null_executor import NullExecutor
 from cache.radix import key as keys
@@ -14,14 +16,17 @@ class Served:
         self.storage = make_storage(Shape(((pages, page),), (slots,)))
         self.cache = make(self.storage, **dict(state_chunk=4) | options)
         self.executors = (NullExecutor(self.storage), RealMemory(self.storage))
+        self._numbers = count()
 
     @property
     def free(self) -> list[int]:
         """Pages, slots."""
         return [pool.free_count for pool in self.storage]
 
-    def admit(self, ids, name="r", **options) -> Lease | Wait:
+    def admit(self, ids, name=None, **options) -> Lease | Wait:
+        """name: another one each time, if it does not matter."""
         self.cache.begin_step()
+        name = name or f"r{next(self._numbers)}"
         lease = self.cache.admit(CacheRequest(name, ids, **options))
         self.cache.end_step()
         self.cache.audit()

@@ -540,3 +540,10 @@ def test_a_look_up_that_is_repeated_evicts_nothing_for_a_slot_while_pages_are_sh
     assert served.free == [2, 0]
     assert served.step(lease).reason is WaitReason.PAGES
     assert served.kept(ANY, "kept") == [4] and served.cache.stats().evictions == Evictions()
+
+
+def test_a_request_that_comes_back_keeps_where_a_resend_of_its_prompt_resumes():
+    served = Served(pages=64, state_chunk=64)
+    known = [*range(100, 130), *range(500, 520)]
+    served.run(known, prompt=30)
+    assert served.hit(known[:30]).joint == 28

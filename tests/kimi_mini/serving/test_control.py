@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cache.leases import Lower
-from kimi_mini import SamplingParams
+from kimi_mini import Engine, SamplingParams
 from kimi_mini.serving.caches import CacheOptions
 from kimi_mini.serving.control import CacheControl
 from tests.kimi_mini.serving.alone import oracle_engine
@@ -94,12 +94,7 @@ def test_a_named_boundary_is_floored_to_the_page_and_kept(cache, named, kept):
         assert hit.joint == boundary
 
 
-SAYS_TOO_MUCH = pytest.mark.xfail(
-    strict=True, reason="the block manager says of what is below a hit that it is kept"
-)
-
-
-@pytest.mark.parametrize("cache", ["radix", pytest.param("blocks", marks=SAYS_TOO_MUCH)])
+@by_both
 def test_where_a_named_boundary_is_kept_is_told(cache):
     """Decision 31. Below a hit nothing is computed, so nothing is kept that is not there."""
     served = engine(cache)
@@ -152,3 +147,22 @@ def test_without_a_prefix_cache_it_has_no_effect():
     for _ in range(2):
         hit = hit_of(served, cache_salt="a", checkpoint_at=[32])
         assert (hit.joint, hit.lower) == (0, Lower.NO_REUSE)
+
+
+@pytest.mark.parametrize("manager", ["radix", "blocks"])
+def test_a_named_boundary_is_said_to_be_kept_only_if_it_is(manager):
+    def ask(engine, ids, *named):
+        control = CacheControl(checkpoint_at=named)
+        (own,) = engine.generate([ids], SamplingParams(temperature=0, max_tokens=1), control)
+        return own.outputs[0]
+
+    prompt = list(range(3, 103))
+    roomy = Engine.from_pretrained("nano", prefix_cache=manager, state_slots=8, kv_pages=40)
+    ask(roomy, prompt)
+    late = ask(roomy, prompt, 32)  # inside of what it reads, where nobody has kept a state
+    assert (late.cached_tokens, late.checkpoint_at) == (96, {32: None})
+    assert ask(roomy, prompt[:40]).cached_tokens == 0
+    assert ask(roomy, prompt[:40], 32).checkpoint_at == {32: 32}
+    tight = Engine.from_pretrained("nano", prefix_cache=manager, state_slots=1, kv_pages=40)
+    assert ask(tight, prompt, 32).checkpoint_at == {32: None}
+    assert ask(tight, prompt[:40]).cached_tokens == 0
