@@ -60,7 +60,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.told: list = []
         self.said: list[list[int]] = []
         self.cancelled: set[str] = set()
-        self.calls = self.steps = 0
+        self.calls = self.asked = self.steps = 0
         self.fails_at, self.ending = None, False
         self._fail_somewhere()
 
@@ -101,7 +101,9 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(seed=seeds, then=st.sampled_from([30, 6, 1, 0]))
     def ask(self, seed: int, then: int) -> None:
         self.calls += 1
-        text, missing, own, params, control, streamed = wish(random.Random(seed), self.engine_rules)
+        self.asked += 1  # no two are alike, not even in the plainest run of all, the first
+        rng = random.Random(f"{self.asked} {seed}")
+        text, missing, own, params, control, streamed = wish(rng, self.engine_rules)
         texts = (*self.said[:-4:-1], *TEXTS)
         text = texts[text % len(texts)]
         ids = [*text[: max(1, min(len(text), LONGEST_PROMPT - len(own)) - missing)], *own]

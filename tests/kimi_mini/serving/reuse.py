@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -79,27 +80,40 @@ def a_few(cases: Sequence, every: int) -> list:
     return [pytest.param(c, marks=slow) if i % every else c for i, c in enumerate(cases)]
 
 
+def a_few_of(every: int, *parameters: Sequence) -> list:
+    """The same of all combinations. `every` without a divisor in common with how many there are of
+    the last parameters, so that the few meet every value."""
+    slow = pytest.mark.slow
+    combined = enumerate(itertools.product(*parameters))
+    return [pytest.param(*case, marks=slow if i % every else ()) for i, case in combined]
+
+
 STRATEGIES = ("no_buffer", "extra_buffer", "extra_buffer_lazy")
 TREES = [Rules(strategy, compat) for compat in (None, "sglang") for strategy in STRATEGIES]
 TREE = Rules("extra_buffer")  # the product's
 HASHED, VLLM = Rules("blocks"), Rules("blocks", "vllm")
 BLOCKS = [HASHED, VLLM]
 RULES = [*TREES, *BLOCKS]
-by_our_rules = pytest.mark.parametrize("rules", [TREE, *BLOCKS], ids=str)  # and vLLM's
-by_all_strategies = pytest.mark.parametrize("rules", [*TREES[:3], *BLOCKS], ids=str)
+OURS = [TREE, *BLOCKS]  # and vLLM's
+ALL_OURS = [*TREES[:3], *BLOCKS]
+by_our_rules = pytest.mark.parametrize("rules", OURS, ids=str)
+by_all_our_rules = pytest.mark.parametrize("rules", ALL_OURS, ids=str)
 
 
 @functools.cache
 def hybrid_model(
     dtype: torch.dtype = torch.float64, context: int = 1024, kernel_chunk: int = 16
 ) -> KimiForCausalLM:
-    """KDA, MLA, KDA; 2 heads of 12, no divisor of a page or a grid. The first never forgets, so
-    that a state of somebody else cannot fade; the last has gates as they come."""
+    """KDA, MLA, KDA, the last with experts; 2 heads of 12, no divisor of a page or a grid. The
+    first never forgets, so that a state of somebody else cannot fade; the last has gates as they
+    come."""
     config = small_config(context)
     kda = dataclasses.replace(
         config.linear_attn_config, kda_layers=(1, 3), full_attn_layers=(2,), head_dim=12
     )
-    config = dataclasses.replace(config, num_hidden_layers=3, linear_attn_config=kda)
+    config = dataclasses.replace(
+        config, num_hidden_layers=3, first_k_dense_replace=2, linear_attn_config=kda
+    )
     model = KimiForCausalLM.from_config(config, seed=1, dtype=dtype, kernel_chunk=kernel_chunk)
     attention = model.model.layers[0].self_attn
     with torch.no_grad():

@@ -58,7 +58,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gets_alone():
 
 def test_book_keeping_of_any_mix_without_a_model():
     """Texts, stop strings and stop tokens too."""
-    engines = [mix_of_an_oracle(seed, 8) for seed in range(100, 140)]
+    engines = [mix_of_an_oracle(seed, 8) for seed in range(100, 124)]
     assert sum(engine.cache.stats().preempted for engine in engines) >= 10
 
 

@@ -111,7 +111,7 @@ def test_a_step_that_fails_in_the_model_costs_time_and_nothing_else(steps, error
 def test_any_mix_with_steps_that_fail_at_random_gives_each_request_what_it_gets_alone():
     """Before the model, within it, or after it; with arrivals, cancellations, memory pressure."""
     failed = 0
-    for seed in range(20):
+    for seed in range(12):
         rng = random.Random(seed)
         if seed < 3:
             engine = Engine(small_model(), poison=True, audit=True, **tight_options(rng))
@@ -123,7 +123,7 @@ def test_any_mix_with_steps_that_fail_at_random_gives_each_request_what_it_gets_
         failed += failing.count
         real = functools.partial(stateless, small_model())
         assert_as_alone(engine, requests, real if seed < 3 else lambda known: prefix_hash)
-    assert failed > 60
+    assert failed > 36
 
 
 class Failing:

@@ -111,9 +111,9 @@ KERNEL_64 = [
 ]
 # steps that meet every page, grid and retention
 CASES = [
-    *a_few(TREE_CASES, 5),
-    *a_few(BLOCK_CASES, 8),
-    *a_few(FINE_CASES, 5),
+    *a_few(TREE_CASES, 11),
+    *a_few(BLOCK_CASES, 13),
+    *a_few(FINE_CASES, 7),
     *a_few(KERNEL_64, 2),
 ]
 
@@ -198,7 +198,7 @@ def assert_same_bits(hit: Run, cold: Run) -> None:
         assert torch.equal(row, cold.logits[position]), position
 
 
-@pytest.mark.parametrize("case", a_few(IDENTICAL, 2), ids=str)
+@pytest.mark.parametrize("case", a_few(IDENTICAL, 3), ids=str)
 def test_a_hit_gives_the_bits_of_a_cold_run_that_is_cut_alike(case):
     """A, B, A without reading, A, and another that parts from A at the boundary."""
     cut, tail = 2 * case.piece, TAILS[IDENTICAL.index(case) % 3]

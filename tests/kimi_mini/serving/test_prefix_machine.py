@@ -20,7 +20,13 @@ from tests.kimi_mini.serving.mixes import (
 )
 from tests.kimi_mini.serving.prefix_machine import PLACES, PrefixMachine
 from tests.kimi_mini.serving.prefix_wishes import EOS, cache_options, random_control
-from tests.kimi_mini.serving.reuse import RULES, Rules, assert_all_comes_back
+from tests.kimi_mini.serving.reuse import (
+    OURS,
+    RULES,
+    Rules,
+    a_few,
+    assert_all_comes_back,
+)
 
 
 def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
@@ -44,11 +50,11 @@ def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
     return Machine.happened
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", [*OURS, *a_few([r for r in RULES if r not in OURS], 5)], ids=str)
 def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules):
-    happened = counts_of(rules, 3, 40)
-    assert happened["finished"] >= 90 and happened["restored"] >= 5, happened
-    assert min(happened["hit"], happened["preempted"]) >= 1, happened
+    happened = counts_of(rules, 4, 30)
+    assert happened["finished"] >= 50 and happened["restored"] >= 3, happened
+    assert min(happened[what] for what in ("hit", "preempted", "closed")) >= 1, happened
 
 
 @pytest.mark.slow

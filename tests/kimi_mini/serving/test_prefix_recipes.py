@@ -13,12 +13,14 @@ from cache.leases import Lower, WaitReason
 from tests.kimi_mini.serving.reuse import (
     BLOCKS,
     HASHED,
+    OURS,
     TREE,
     VLLM,
     Rules,
     a_few,
+    a_few_of,
     assert_all_comes_back,
-    by_all_strategies,
+    by_all_our_rules,
     by_our_rules,
     checkpoints,
     greedy,
@@ -88,7 +90,7 @@ def test_br11_the_second_of_one_step_reads_nothing_that_the_first_is_still_writi
     assert_all_comes_back(served.engine)
 
 
-@by_all_strategies
+@by_all_our_rules
 def test_br11_nothing_is_found_of_what_was_never_computed(rules):
     served = Served(rules, prefill_chunk=32)
     prompt = fresh(1, 80)
@@ -100,7 +102,7 @@ def test_br11_nothing_is_found_of_what_was_never_computed(rules):
     assert served.reuse(prompt) >= 64
 
 
-@by_all_strategies
+@by_all_our_rules
 @pytest.mark.parametrize("part", ["run", "copy"])
 def test_br11_what_a_failed_step_would_have_left_is_not_found(rules, part):
     """Of a tree without a buffer the bytes come after the entry, by a copy within the step."""
@@ -166,11 +168,12 @@ def test_br13_a_state_without_its_rows_is_out_of_reach(rules):
     assert (own.hit.joint, own.hit.token_hit, own.hit.junction) == (32, 32, None)
 
 
-@by_our_rules
-@pytest.mark.parametrize("new", a_few([17, 0, 1], 3))
-@pytest.mark.parametrize("page, grid", [(16, 64), (64, 16), (48, 64)])
-def test_br16_every_checkpoint_is_the_state_of_its_boundary(rules, page, grid, new):
+@pytest.mark.parametrize(
+    "rules, sizes, new", a_few_of(5, OURS, [(16, 64), (64, 16), (48, 64)], [17, 0, 1]), ids=str
+)
+def test_br16_every_checkpoint_is_the_state_of_its_boundary(rules, sizes, new):
     """The witness compares each with the model's own."""
+    page, grid = sizes
     dense = dict(retention="none") if rules.blocks else {}
     served = Served(rules, page=page, grid=grid, state_slots=60, kv_pages=4000 // page, **dense)
     unit = unit_of(served.engine)
@@ -230,14 +233,15 @@ def test_br37_a_conversation_is_kept_at_absolute_boundaries(rules, kernel_chunk)
     assert all(boundary % 48 == 0 or boundary % unit == 0 for boundary in kept)
 
 
-EXPORTING = [(TREE, 16), (HASHED, 16), (HASHED, 64)]  # or cutting pieces, for a hit on every page
+EVERYWHERE = [48, 96, 144, 160, 192, 192, 192, 208, 240, 288]
 
 
 @pytest.mark.parametrize(
     "rules, kernel_chunk, kept",
     [
-        *((r, k, [48, 96, 144, 160, 192, 192, 192, 208, 240, 288]) for r, k in EXPORTING),
         (TREE, 64, [96, 144, 160, 192, 192, 192]),
+        (HASHED, 64, EVERYWHERE),  # pieces end there
+        *(pytest.param(rules, 16, EVERYWHERE, marks=pytest.mark.slow) for rules in (TREE, HASHED)),
     ],
     ids=str,
 )
@@ -252,7 +256,7 @@ def test_br37_nothing_is_counted_from_where_a_request_has_resumed(rules, kernel_
     assert checkpoints(served.engine) == kept
 
 
-@by_all_strategies
+@by_all_our_rules
 @pytest.mark.parametrize("slots", [1, 3])
 def test_br75_progress_does_not_hang_on_publication(rules, slots):
     """One slot: nothing can be published, unless slots and pages are of one list. Then without
@@ -269,7 +273,7 @@ def test_br75_progress_does_not_hang_on_publication(rules, slots):
     assert_all_comes_back(served.engine)
 
 
-@by_all_strategies
+@by_all_our_rules
 def test_br75_neither_does_it_where_others_hold_all_slots(rules):
     served = Served(rules, state_slots=2, prefill_chunk=32)
     neighbour = served.add([5, 6], 30)
@@ -284,8 +288,7 @@ def test_br75_neither_does_it_where_others_hold_all_slots(rules):
 SALTS = (None, "", "a", "b", "ab")
 
 
-@by_our_rules
-@pytest.mark.parametrize("salt", SALTS, ids=repr)
+@pytest.mark.parametrize("rules, salt", a_few_of(3, OURS, SALTS), ids=str)
 def test_br84_a_prefix_is_found_under_its_own_salt_alone(rules, salt):
     served = Served(rules, state_slots=40)
     assert served.reuse(P, 1, cache_salt=salt) == 0
@@ -319,8 +322,9 @@ def test_br84_no_adapter_is_taken_for_a_salt():
     assert len({chain.key(64, 0) for chain in chains}) == len(NAMESPACES)
 
 
-@by_our_rules
-@pytest.mark.parametrize("total", a_few([128, 100, 127, 129, 200, 255, 256, 257, 300], 3))
+@pytest.mark.parametrize(
+    "rules, total", a_few_of(8, OURS, [128, 100, 127, 129, 200, 255, 256, 257, 300]), ids=str
+)
 def test_br90_five_equal_requests_give_five_equal_answers(rules, total):
     served = Served(rules)
     a, b, c = (fresh(total + seed, total - 5) for seed in (1, 2, 3))

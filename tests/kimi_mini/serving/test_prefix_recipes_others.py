@@ -13,7 +13,9 @@ from kimi_mini.serving.outputs import FinishReason
 from tests.kimi_mini.serving.alone import oracle_engine
 from tests.kimi_mini.serving.interrupts import Interrupt
 from tests.kimi_mini.serving.reuse import (
+    OURS,
     VLLM,
+    a_few_of,
     assert_all_comes_back,
     by_our_rules,
     checkpoints,
@@ -50,8 +52,7 @@ def test_br32_what_is_kept_and_restored_knows_nothing_of_gradients(rules):
         assert not any(t.requires_grad or t.grad_fn or t.is_inference() for t in pool.tensors)
 
 
-@by_our_rules
-@pytest.mark.parametrize("length", [33, 65, 97])
+@pytest.mark.parametrize("rules, length", a_few_of(2, OURS, [33, 65, 97]), ids=str)
 def test_br35_a_last_piece_of_one_token_goes_on_from_what_was_found(rules, length):
     """Beside one that decodes, and one of one token that starts from zeros."""
     served = Served(rules, prefill_chunk=32, grid=32, running=True)
@@ -81,12 +82,12 @@ def test_br50_each_row_of_a_step_keeps_its_own_state(rules):
         assert served.reuse([*prompt[:boundary], *X]) == boundary
 
 
-@by_our_rules
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("cut", [16, 32, 64, 100, 128])
+@pytest.mark.parametrize(
+    "rules, cut, rows", a_few_of(7, OURS, [16, 32, 64, 100, 128], [1, 2, 7]), ids=str
+)
 def test_br61_where_a_prompt_was_resumed_and_who_runs_beside_it_changes_nothing(rules, cut, rows):
     """In float64 within rounding (decision 9); in float32 bit by bit in test_prefix_hits."""
-    served = Served(rules, page=1)
+    served = Served(rules, page=1, kv_pages=600)
     prompt = fresh(1, 200)
     named = {} if rules is VLLM else dict(checkpoint_at=[cut])
     served.reuse(prompt[: cut + 1], 1, **named)

@@ -10,13 +10,14 @@ from cache.leases import CacheRequest, Lower, WaitReason
 from kimi_mini import SamplingParams
 from tests.kimi_mini.serving.alone import oracle_engine
 from tests.kimi_mini.serving.reuse import (
+    ALL_OURS,
     HASHED,
+    OURS,
     TREE,
     VLLM,
-    a_few,
+    a_few_of,
     assert_all_comes_back,
     assert_idle,
-    by_all_strategies,
     by_our_rules,
     checkpoints,
     run,
@@ -24,8 +25,7 @@ from tests.kimi_mini.serving.reuse import (
 from tests.kimi_mini.serving.toy import P, Served, X, fresh
 
 
-@by_all_strategies
-@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("rules, aborted", a_few_of(3, ALL_OURS, [False, True]), ids=str)
 def test_br08_the_next_owner_of_the_only_slot_starts_from_zeros(rules, aborted):
     pages = 64 // rules.page + rules.spare
     served = Served(rules, state_slots=1, kv_pages=pages, grid=16, running=True)
@@ -40,8 +40,7 @@ def test_br08_the_next_owner_of_the_only_slot_starts_from_zeros(rules, aborted):
     assert_all_comes_back(served.engine)
 
 
-@by_all_strategies
-@pytest.mark.parametrize("slots", [3, 6])
+@pytest.mark.parametrize("rules, slots", a_few_of(3, ALL_OURS, [3, 6]), ids=str)
 def test_br12_who_finds_a_prefix_and_never_gets_in_leaves_nothing_behind(rules, slots):
     """Fifty times: one fills the pages, one that has found P waits for some and is cancelled."""
     options = dict(state_slots=slots, kv_pages=144 // rules.page + rules.spare)
@@ -95,19 +94,18 @@ def test_br38_what_a_reader_holds_stays_and_what_another_has_let_go_may_leave(ru
     assert_all_comes_back(served.engine)
 
 
-@by_our_rules
-@pytest.mark.parametrize(
-    "b_prompt, a_prompt, pages, chunk",
-    [
-        pytest.param(3, 50, 76, 99, id="decode"),
-        pytest.param(3, 50, 56, 20, id="third piece"),
-        pytest.param(60, 6, 64, 4, id="planned already"),
-    ],
-)
-def test_br39_who_gave_way_comes_back_as_if_nothing_had_been(
-    rules, b_prompt, a_prompt, pages, chunk
-):
+# prompts of B and A, pages, piece: A gives way
+GIVING_WAY = {
+    "decode": (3, 50, 76, 99),
+    "third piece": (3, 50, 56, 20),
+    "planned already": (60, 6, 64, 4),
+}
+
+
+@pytest.mark.parametrize("rules, when", a_few_of(2, OURS, [*GIVING_WAY]), ids=str)
+def test_br39_who_gave_way_comes_back_as_if_nothing_had_been(rules, when):
     """B is older; pages of one token."""
+    b_prompt, a_prompt, pages, chunk = GIVING_WAY[when]
     served = Served(
         rules, page=1, kv_pages=pages + rules.spare, state_slots=6, prefill_chunk=chunk, grid=16,
         running=True,
@@ -196,9 +194,7 @@ def test_br46_one_list_gives_up_whatever_is_the_oldest():
     assert_all_comes_back(served.engine)
 
 
-@by_our_rules
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("budget", a_few([32, 5], 2))
+@pytest.mark.parametrize("rules, slots, budget", a_few_of(3, OURS, [1, 2], [32, 5]), ids=str)
 def test_br76_a_pool_of_exactly_the_request_with_its_own_prefix_in_it(rules, slots, budget):
     """Budget 32 below a grid of 64."""
     served = Served(

@@ -197,7 +197,7 @@ def wrong_id(wrong: tuple[Rules, Callable, bool]) -> str:
     return f"{rules}-{fault.__name__}-{'states' if strict else 'answers'}"
 
 
-@pytest.mark.parametrize("wrong", a_few(WRONG, 2), ids=wrong_id)
+@pytest.mark.parametrize("wrong", a_few(WRONG, 3), ids=wrong_id)
 def test_a_wrong_restore_shows_in_what_is_compared(wrong):
     """By the witness, and, were it blind, by tokens and logits alone."""
     rules, fault, strict = wrong

@@ -21,8 +21,8 @@ from tests.kimi_mini.serving.witness import EXACT, Truth, Witness, distance
 
 @functools.cache
 def toy(kernel_chunk: int = 16) -> KimiForCausalLM:
-    """KDA, KDA, KDA, MLA; hidden 64; 2 heads of 16; convolutions of 4; vocabulary 97. The first two
-    never forget."""
+    """KDA, KDA, KDA, MLA, the last with experts; hidden 64; 2 heads of 16; convolutions of 4;
+    vocabulary 97. The first two never forget."""
     nano = preset("nano")
     kda = dataclasses.replace(
         nano.linear_attn_config,
@@ -35,6 +35,7 @@ def toy(kernel_chunk: int = 16) -> KimiForCausalLM:
     config = dataclasses.replace(
         nano,
         num_hidden_layers=4,
+        first_k_dense_replace=3,
         linear_attn_config=kda,
         hidden_size=64,
         num_attention_heads=2,
