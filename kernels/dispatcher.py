@@ -5,8 +5,10 @@ slots after, without autograd. Backends:
 
     reference   token by token, the formulas as written; exports after any token
     torch       chunk form for extend, one-step form for decode; exports at kernel_chunk multiples
-    native      not part of this installation yet; asked for by name it says so
+    native      C++ operators on the slots themselves, one token scan for both; exports after any
+                token; where gradients are asked for, the functions of torch
 
+"auto" is torch; with KIMI_MINI_NATIVE=1 in the environment it is native wherever that can be built.
 State semantics are the same for all: decode is extend with one token, a mixed batch is its rows run
 alone, and slots that no row of the batch names keep every bit.
 """
@@ -14,6 +16,7 @@ alone, and slots that no row of the batch names keep every bit.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +26,10 @@ from torch import Tensor
 from kernels.chunked import kda_chunk_scan
 from kernels.kda import CoreResult, KDAInputs, KDAWeights, activate, kda_decode, kda_extend
 from kernels.kda_metadata import KDAMetadata, RowGroup, build_metadata
+from kernels.native import library, operators
 from kernels.numerics import compute_dtype
+from kernels.packing import Export
+from kernels.recurrent import ScanResult, kda_token_scan
 from kernels.reference import activate_reference, kda_reference, short_conv_reference
 from kernels.short_conv import short_conv
 
@@ -41,12 +47,15 @@ class KDAState(NamedTuple):
 
 class Backend(NamedTuple):
     """One family of kernels. extend(inputs, weights, S0, conv0, query_start, exports);
-    decode(inputs, weights, S0, conv0)."""
+    decode(inputs, weights, S0, conv0). Where takes(inputs, weights) allows it,
+    on_slots(inputs, weights, state, rows) runs rows in place instead."""
 
     name: str
     export_alignment: int
     extend: Callable[..., CoreResult]
     decode: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    on_slots: Callable[..., Tensor] | None = None
+    takes: Callable[..., bool] = lambda _inputs, _weights: False
 
 
 def _torch_backend(kernel_chunk: int) -> Backend:
@@ -72,15 +81,26 @@ def _reference_backend(_kernel_chunk: int) -> Backend:
     return Backend("reference", 1, extend, decode)
 
 
-_BUILDERS = {"torch": _torch_backend, "reference": _reference_backend}
-_UNAVAILABLE = {"native": "its compiled operators are not part of this version"}
-BACKENDS = ("auto", *_UNAVAILABLE, *_BUILDERS)
+def _native_backend(kernel_chunk: int) -> Backend:
+    def scan(*operands: Tensor | Sequence[int] | Sequence[Export]) -> ScanResult:
+        exports = operands[-1]
+        if exports:  # only the loop has them after any token
+            return kda_token_scan(*operands)
+        return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
+
+    extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
+    return Backend("native", 1, extend, kda_decode, operators.kda_rows, operators.takes)
+
+
+_BUILDERS = {"native": _native_backend, "torch": _torch_backend, "reference": _reference_backend}
+BACKENDS = ("auto", *_BUILDERS)
 
 
 class KDAKernelDispatcher:
     """Chooses a backend once, then runs the rows of each step on it.
 
-    backend: "auto" (the fastest that is available), "torch", "reference" or "native".
+    backend: "auto" (native if the environment asks for it, else torch), "native", "torch" or
+    "reference".
     kernel_chunk: tokens of one chunk inside the torch backend.
     `not_taken` maps each backend that was passed over to the reason; `describe()` says it in words.
     Raises ValueError for a backend that is unknown or not available, with the reason.
@@ -91,16 +111,8 @@ class KDAKernelDispatcher:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
         if kernel_chunk < 1:
             raise ValueError(f"kernel_chunk must be at least 1, got {kernel_chunk}")
-        if backend in _UNAVAILABLE:
-            raise ValueError(f"backend {backend!r} is not available: {_UNAVAILABLE[backend]}")
-        chosen = next(iter(_BUILDERS)) if backend == "auto" else backend
+        chosen, self.not_taken = _choose(backend)
         self.backend = _BUILDERS[chosen](kernel_chunk)
-        self.not_taken = dict(_UNAVAILABLE)
-        for name in _BUILDERS:
-            if name != chosen:
-                self.not_taken[name] = (
-                    f"{chosen!r} is faster" if backend == "auto" else f"{chosen!r} was asked for"
-                )
 
     @property
     def export_alignment(self) -> int:
@@ -184,6 +196,8 @@ class KDAKernelDispatcher:
         decode: bool,
     ) -> Tensor:
         inputs = KDAInputs(*(x[rows.tokens] for x in inputs))
+        if self.backend.takes(inputs, weights):
+            return self.backend.on_slots(inputs, weights, state, rows)
         S0, conv0 = self._gather(inputs, weights, state, rows)
         if decode:
             o, S, conv = self.backend.decode(inputs, weights, S0, conv0)
@@ -252,6 +266,40 @@ class KDAKernelDispatcher:
         for name, got, want in expected:
             if got != want:
                 raise ValueError(f"{name} must be {want}, got {got}")
+
+
+def _choose(backend: str) -> tuple[str, dict[str, str]]:
+    """The backend to take, and why each other one is not. Raises ValueError for "native" by name
+    where it is missing; "auto" then warns, once, and takes torch."""
+    others = dict.fromkeys(_BUILDERS, f"{backend!r} was asked for")
+    chosen = backend
+    if backend == "native":
+        missing = library.missing()
+        if missing is not None:
+            raise ValueError(f"backend 'native' is not available: {missing}")
+    elif backend == "auto":
+        chosen, native = _automatic()
+        others = dict.fromkeys(_BUILDERS, f"{chosen!r} is faster") | {"native": native}
+    del others[chosen]
+    return chosen, others
+
+
+def _automatic() -> tuple[str, str]:
+    """What "auto" takes, and why it is not native."""
+    wanted = library.wanted()
+    if wanted is None:
+        return "torch", f"only by name or with {library.SWITCH}=1, until it has been measured"
+    missing = library.missing()
+    if missing is None:
+        return "native", ""
+    if wanted:
+        _warn_once(f"native kernels are not available, torch runs instead: {missing}")
+    return "torch", missing
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _scatter(state: KDAState, slots: Tensor, S: Tensor, conv: Tensor) -> None:

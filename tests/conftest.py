@@ -1,5 +1,21 @@
-"""Shared by all tests: one torch thread, so that two cores can run two test processes."""
+"""Shared by all tests: one torch thread, so that two cores can run two test processes; tests of the
+native kernels are skipped where those cannot be had."""
 
+import pytest
 import torch
 
+from kernels.native import library
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def native_or_skipped(request):
+    """Skip a test that needs native kernels, by its marker or by a parameter, if there are none."""
+    given = getattr(request.node, "callspec", None)
+    values = given.params.values() if given else ()
+    named = any(isinstance(value, str) and value.startswith("native") for value in values)
+    if named or request.node.get_closest_marker("needs_native"):
+        reason = library.missing()
+        if reason is not None:
+            pytest.skip(f"native kernels: {reason}")

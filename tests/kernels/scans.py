@@ -5,6 +5,7 @@ import functools
 import torch
 
 from kernels.chunked import kda_chunk_scan
+from kernels.native.operators import kda_scan
 from kernels.packing import Export
 from kernels.recurrent import ScanResult, kda_step, kda_token_scan
 from kernels.reference import kda_reference
@@ -35,9 +36,10 @@ FORMS = {
     "chunks of 2": chunk(2),
     "chunks of 16": chunk(16),
     "chunks of 64": chunk(64),
+    "native scan": kda_scan,
 }
 # what may run over any packed batch, the references being too slow for long ones
-FAST = {name: FORMS[name] for name in ("token scan", "chunks of 16", "chunks of 64")}
+FAST = {name: FORMS[name] for name in ("token scan", "chunks of 16", "chunks of 64", "native scan")}
 
 # (outputs, states) of a float32 scan against float64, relative. Decision 9 allows states 5e-6 and
 # 1e-5 for the last two; measured over K up to 128 and 513 tokens: chunks at most 8e-7 and 6e-7,

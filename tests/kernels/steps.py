@@ -13,6 +13,7 @@ from kimi_mini.workbench.cases import relative_error
 H, K, V, W = 2, 16, 24, 4
 D = H * (2 * K + V)
 NAN = float("nan")
+BACKENDS = ["torch", "reference", "native"]
 
 # The core of a layer in float32 against float64: convolution, norm and gates add their roundings
 # to those of the scan (measured over these tests: 4e-7 on outputs, 5e-7 on states).

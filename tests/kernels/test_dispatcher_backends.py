@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from kernels.dispatcher import BACKENDS, KDAKernelDispatcher
+from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda import KDAInputs, KDAWeights
 from kimi_mini.workbench.cases import relative_error
 from tests.kernels.steps import (
+    BACKENDS,
     NAN,
     OUTPUTS,
     D,
@@ -27,27 +28,24 @@ from tests.kernels.steps import (
     run_alone,
 )
 
-BOTH = ["torch", "reference"]
 
-
-def test_auto_takes_torch_and_says_why_not_the_others():
+def test_auto_takes_torch_and_says_why_not_the_others(monkeypatch):
+    monkeypatch.delenv("KIMI_MINI_NATIVE", raising=False)
     dispatcher = KDAKernelDispatcher()
     assert dispatcher.backend.name == "torch"
-    assert set(dispatcher.not_taken) == set(BACKENDS) - {"auto", "torch"}
-    assert "not part of this version" in dispatcher.not_taken["native"]
+    assert set(dispatcher.not_taken) == set(BACKENDS) - {"torch"}
+    assert "KIMI_MINI_NATIVE=1" in dispatcher.not_taken["native"]
     for name, reason in dispatcher.not_taken.items():
         assert f"{name}: {reason}" in dispatcher.describe()
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_asked_for_by_name_is_taken(name):
     assert KDAKernelDispatcher(name).backend.name == name
     assert name in KDAKernelDispatcher(name).describe()
 
 
 def test_a_backend_that_is_not_there_says_why():
-    with pytest.raises(ValueError, match="backend 'native' is not available: its compiled"):
-        KDAKernelDispatcher("native")
     with pytest.raises(ValueError, match="auto, native, torch, reference; got 'triton'"):
         KDAKernelDispatcher("triton")
     with pytest.raises(ValueError, match="kernel_chunk must be at least 1, got 0"):
@@ -57,6 +55,11 @@ def test_a_backend_that_is_not_there_says_why():
 def test_exports_are_aligned_to_the_kernel_chunk_or_fall_anywhere():
     assert KDAKernelDispatcher("torch", 48).export_alignment == 48
     assert KDAKernelDispatcher("reference", 48).export_alignment == 1
+
+
+@pytest.mark.needs_native
+def test_native_exports_fall_anywhere():
+    assert KDAKernelDispatcher("native", 48).export_alignment == 1
 
 
 def test_extend_and_decode_refuse_steps_of_the_other_kind():
@@ -73,11 +76,12 @@ def test_extend_and_decode_refuse_steps_of_the_other_kind():
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_the_reference_backend_and_torch_agree(lower_bound, dtype):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_reference_backend_and_the_fast_ones_agree(backend, lower_bound, dtype):
     weights, inputs = make_weights(lower_bound, dtype), make_inputs(86, dtype)
     states, outputs = [make_state(6, dtype)], []
     states.append(copied(states[0]))
-    for name, state in zip(BOTH, states, strict=True):
+    for name, state in zip((backend, "reference"), states, strict=True):
         rows = ([0, 1, 70, 70, 85, 86], [3, 1, 2, 4, 5], [7, 0, 3, 12, 0])
         dispatcher = KDAKernelDispatcher(name)
         outputs.append(run(dispatcher, inputs, weights, state, *rows, [(1, 64, 6)]))
@@ -93,7 +97,7 @@ def whole_pool(x):
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("storage", ["layer-major", "slot-major"])
 def test_state_views_of_any_slot_stride_work_like_tensors_of_their_own(backend, storage):
     """BR-44, decision 4: updates land in the pool, and the neighbours in memory keep every bit."""
@@ -115,7 +119,7 @@ def test_state_views_of_any_slot_stride_work_like_tensors_of_their_own(backend, 
         assert (rest != 0).sum() > len(rest) / 2
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_may_be_slices_of_one_fused_projection_and_are_not_changed(backend):
     """BR-44, BR-34, I-42."""
     weights, plain, state = make_weights(), make_inputs(9), make_state(2)
@@ -131,7 +135,7 @@ def test_inputs_may_be_slices_of_one_fused_projection_and_are_not_changed(backen
     assert torch.equal(state.recurrent, before.recurrent)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bf16_layer_keeps_windows_in_bf16_and_states_in_float32(backend):
     """Decision 8, BR-48: the state never sees the activations' rounding."""
     weights, inputs = make_weights(), make_inputs(40, torch.bfloat16)
@@ -156,7 +160,7 @@ def one_channel(lower_bound, dt_bias, A_log=0.0):
 
 
 @pytest.mark.parametrize("extend_only", [False, True], ids=["decode", "extend"])
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("lower_bound", "dt_bias", "kept"),
     [
@@ -176,7 +180,7 @@ def test_prefill_and_decode_forget_alike(lower_bound, dt_bias, kept, backend, ex
 
 
 @pytest.mark.parametrize("extend_only", [False, True], ids=["decode", "extend"])
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_write_strength_is_one_sigmoid_of_its_logit(backend, extend_only):
     """BR-49: 0.88080 for a logit of 2; applied twice 0.70699, doubled 1.76159."""
     inputs = KDAInputs(torch.full((1, 3), 50.0), torch.zeros(1, 1, 1), torch.full((1, 1), 2.0))
@@ -205,7 +209,7 @@ def test_a_bf16_layer_still_forgets_slowly(g, steps, decode):
     assert float(state.recurrent[1]) == pytest.approx(math.exp(g * steps), abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_state_every_row_starts_from_zeros_and_nothing_is_kept(backend):
     weights, inputs = make_weights(), make_inputs(12)
     dispatcher = KDAKernelDispatcher(backend)
@@ -241,7 +245,7 @@ def test_states_are_written_without_a_graph():
     assert not any(x.requires_grad for x in state)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_of_steps_leaves_every_request_as_it_is_alone(backend, seed):
     """Random pieces, empty rows, skipped rows, exports and restarts over a small poisoned pool;

@@ -6,6 +6,7 @@ import torch
 from kernels.dispatcher import KDAKernelDispatcher
 from kimi_mini.workbench.cases import relative_error
 from tests.kernels.steps import (
+    BACKENDS,
     STATES,
     assert_slot,
     assert_untouched,
@@ -18,10 +19,8 @@ from tests.kernels.steps import (
     run_alone,
 )
 
-BOTH = ["torch", "reference"]
 
-
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_export_is_the_state_and_the_window_after_exactly_that_many_tokens(backend):
     """BR-50: packed with others, lengths 130, 200, 300 and chunks of 64, one row resumed."""
     lengths, slots, context = [130, 200, 300], [1, 2, 3], [0, 7, 0]
@@ -42,7 +41,7 @@ def test_an_export_is_the_state_and_the_window_after_exactly_that_many_tokens(ba
         assert_slot(state, slot, run_alone(tokens, weights, start, slot))
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_exporting_changes_no_bit_of_outputs_and_states(backend):
     """Decision 7: the partition of the computation stays."""
     weights, inputs, state = make_weights(), make_inputs(71), make_state(9)

@@ -9,6 +9,7 @@ from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda import KDAInputs
 from kimi_mini.workbench.cases import relative_error
 from tests.kernels.steps import (
+    BACKENDS,
     NAN,
     OUTPUTS,
     assert_slot,
@@ -22,10 +23,8 @@ from tests.kernels.steps import (
     run_alone,
 )
 
-BOTH = ["torch", "reference"]
 
-
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pieces", [[64, 36], [99, 1], [1, 99], [33, 33, 34], [100]], ids=str)
 def test_br09_a_prompt_in_pieces_is_the_prompt_in_one(backend, pieces):
     weights, inputs, state = make_weights(), make_inputs(100), make_state(1)
@@ -65,7 +64,7 @@ def test_br35_a_last_piece_of_one_token_resumes_beside_decoding_rows(length, ext
         assert_slot(state, slots[row], true)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_br07_shorter_prompts_of_a_padded_batch_decode_like_alone(backend):
     """Lengths 3, 7, 16, 17 packed, padding behind them; padding must move no state or window."""
     lengths, steps = [3, 7, 16, 17], 8
@@ -95,7 +94,7 @@ def test_br07_shorter_prompts_of_a_padded_batch_decode_like_alone(backend):
         assert_slot(state, slots[row], true)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("storage", ["own", "slot-major"])
 def test_br63_rows_that_join_and_leave_stay_what_they_are_alone(backend, storage):
     """Rows of 3, 40 and 100 tokens in pieces of 32: the first ends in the first piece; its slot,

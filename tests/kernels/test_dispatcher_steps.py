@@ -7,6 +7,7 @@ from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda import KDAInputs
 from kimi_mini.workbench.cases import relative_error
 from tests.kernels.steps import (
+    BACKENDS,
     NAN,
     OUTPUTS,
     H,
@@ -22,10 +23,8 @@ from tests.kernels.steps import (
     run_alone,
 )
 
-BOTH = ["torch", "reference"]
 
-
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("context", [[9, 9, 9], [0, 0, 0]], ids=["resumed", "fresh"])
 def test_d02_a_row_without_tokens_leaves_its_slot_alone(backend, context):
     """I-44, BR-33: also when it claims to start from zeros."""
@@ -38,7 +37,7 @@ def test_d02_a_row_without_tokens_leaves_its_slot_alone(backend, context):
         assert_slot(state, slot, run_alone(at(inputs, span), weights, start, slot))
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
 @pytest.mark.parametrize("T", [1, 3, 4, 5, 9])
 def test_d03_decoding_token_by_token_is_extending_by_all_of_them(backend, lower_bound, T):
@@ -59,7 +58,7 @@ def test_d03_decoding_token_by_token_is_extending_by_all_of_them(backend, lower_
     assert torch.equal(steps.conv[1], whole.conv[1])
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("slots", [[5, -1], [5, 0], [-1, -1]], ids=str)
 def test_d04_minus_one_is_skipped_and_zero_is_the_sink(backend, slots):
     weights, inputs, state = make_weights(), make_inputs(2), make_state(6)
@@ -75,7 +74,7 @@ def test_d04_minus_one_is_skipped_and_zero_is_the_sink(backend, slots):
         assert_slot(state, 5, true)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_br62_a_padding_row_lands_on_no_live_slot(backend):
     """Plain indexing writes slot -1 to the last one. Padding rows may hold anything, NaN too."""
     weights, inputs, state = make_weights(), make_inputs(3), make_state(3)
@@ -90,7 +89,7 @@ def test_br62_a_padding_row_lands_on_no_live_slot(backend):
     assert o.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_d05_a_mixed_step_is_its_rows_run_alone(backend):
     """I-43; slot 3 decodes and is not exported."""
     weights, inputs, state = make_weights(), make_inputs(8), make_state(5)
@@ -111,7 +110,7 @@ def test_d05_a_mixed_step_is_its_rows_run_alone(backend):
     assert torch.equal(state.conv[5], state.conv[2])
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("T", [1, 2, 20])
 def test_d06_a_row_that_does_not_resume_starts_from_zeros_whatever_its_slot_holds(backend, T):
     """BR-08: NaN, too, which 0 * slot would keep; row 1 resumes beside it (BR-09)."""
@@ -127,7 +126,7 @@ def test_d06_a_row_that_does_not_resume_starts_from_zeros_whatever_its_slot_hold
     assert_slot(state, 2, resumed)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("query_start", "slots"), [([0], []), ([0, 0, 0], [1, 2]), ([0, 2, 4], [-1, -1])], ids=str
 )
@@ -144,7 +143,7 @@ def test_d07_a_step_without_real_tokens_gives_zeros_and_changes_no_byte(
     assert_untouched(state, before, range(3))
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_d08_tokens_beyond_the_last_row_are_padding(backend):
     weights, inputs, state = make_weights(), make_inputs(8), make_state(2)
     for x in inputs:
@@ -157,7 +156,7 @@ def test_d08_tokens_beyond_the_last_row_are_padding(backend):
     assert_slot(state, 2, true)
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_d09_d10_a_refused_step_changes_no_byte(backend):
     weights, inputs, state = make_weights(), make_inputs(8), make_state(3)
     before = copied(state)

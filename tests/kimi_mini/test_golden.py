@@ -73,7 +73,7 @@ def test_in_float64_every_way_through_the_model_gives_the_same_logits(name, piec
 
 
 @EACH
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "native"])
 @pytest.mark.parametrize("piece", (16, 65))
 def test_states_after_a_prompt_agree_with_other_implementations(name, backend, piece):
     golden, model = goldens(name), golden_model(name, torch.float32, backend)

@@ -176,7 +176,7 @@ def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, lengths
     assert relative(last, whole[-1]) < FLOAT32
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "native"])
 def test_a_mixed_batch_is_its_rows_run_alone(backend):
     """Decode rows, a piece with history, a fresh row, an empty row; A-B-A over the same slots."""
     net = model(backend=backend)
@@ -246,7 +246,10 @@ def batch_of(sequence, tokens, **changes):
     return ForwardBatch(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("backend, offsets", [("torch", (16, 48, 61)), ("reference", (1, 2, 37))])
+@pytest.mark.parametrize(
+    "backend, offsets",
+    [("torch", (16, 48, 61)), ("reference", (1, 2, 37)), ("native", (1, 2, 37))],
+)
 def test_an_export_is_the_state_after_exactly_that_many_tokens(backend, offsets):
     net = model(backend=backend)
     state = poisoned_state(net, slots=9, pages=9, page=8)

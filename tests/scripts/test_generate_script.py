@@ -101,7 +101,7 @@ def test_a_stop_string_ends_the_text_before_it(generate):
     assert len(cut["output_ids"]) < 30
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "native"])
 def test_a_checkpoint_folder_gives_its_recorded_tokens(generate, backend):
     golden = goldens("k3-tiny-mxfp4")
     done = generate(
@@ -240,6 +240,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     generate, monkeypatch, args, message, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KIMI_MINI_NATIVE", "0")
     done = generate(*args)
     assert done.returncode == 2
     assert done.stdout == ""

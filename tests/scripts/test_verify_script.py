@@ -105,6 +105,7 @@ def test_states_that_change_places_are_found(monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, message, capsys, monkeypatch):
+    monkeypatch.setenv("KIMI_MINI_NATIVE", "0")
     done = in_this_process(SCRIPT, args, capsys, monkeypatch)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr

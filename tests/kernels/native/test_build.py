@@ -1,0 +1,146 @@
+"""Building and keeping the library, with a compiler that only pretends."""
+
+import concurrent.futures
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.native import build as building
+from kernels.native.build import NotBuilt, build, cache_folder, find_compiler
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PRETENDS = """#!/bin/sh
+echo called >> "{log}"
+{then}
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+echo library > "$2"
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Make CXX a script; returns (install(then), calls())."""
+    script, log = tmp_path / "compiler", tmp_path / "calls"
+
+    def install(then=""):
+        script.write_text(PRETENDS.format(log=log, then=then))
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+
+    return install, lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def files():
+    return sorted(path.name for path in cache_folder().rglob("*") if path.is_file())
+
+
+def test_a_library_is_compiled_once_and_then_needs_no_compiler(compiler, monkeypatch, capfd):
+    install, calls = compiler
+    install()
+    first = build()
+    said = capfd.readouterr()
+    assert first.seconds > 0 and first.path.read_text() == "library\n"
+    assert len(said.err.splitlines()) == 1 and said.out == ""
+    assert first.level in said.err and str(first.path.parent) in said.err
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    assert build() == first._replace(seconds=0.0)
+    assert calls() == 1
+    assert capfd.readouterr().err == ""
+    assert files() == ["kda_native.so", "lock"]
+
+
+def test_another_cpu_torch_source_or_flag_is_another_library(compiler, tmp_path, monkeypatch):
+    """A home directory shared by machines: what one of them compiled, the other never loads."""
+    install, _ = compiler
+    install()
+    paths = [build().path]
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    changes = [
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX512"),
+        (torch, "__version__", "9.9.9"),
+        (building, "_FLAGS", ("-O0", "-shared")),
+        (building, "SOURCES", sources),
+    ]
+    own = building.cpu_level()
+    for owner, name, value in changes:
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            if name != "get_cpu_capability" or value() != own:
+                paths.append(build().path)
+    assert len(set(paths)) == len(paths) == len(changes)
+
+
+def test_every_level_but_the_baseline_names_what_it_uses(compiler, tmp_path, monkeypatch):
+    install, _ = compiler
+    install(f'echo "$@" > "{tmp_path}/arguments"')
+    for level, wanted in (("AVX512", "-mavx512vl"), ("AVX2", "-mfma"), ("DEFAULT", None)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
+        assert build().level == level
+        arguments = (tmp_path / "arguments").read_text()
+        assert wanted in arguments if wanted else "-mavx" not in arguments
+        assert "-ffp-contract=off" in arguments and "-march=native" not in arguments
+
+
+def test_processes_that_build_at_once_compile_once(compiler):
+    install, calls = compiler
+    install()
+    code = "from kernels.native.build import build; print(build().path)"
+    command = [sys.executable, "-c", code]
+
+    def start(_):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        paths = set(pool.map(start, range(2)))
+    assert len(paths) == 1 and calls() == 1
+
+
+def test_no_compiler_is_a_reason(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotBuilt, match="no C\\+\\+ compiler: none found"):
+        build()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NotBuilt, match="CXX=no-such-compiler is not a program"):
+        find_compiler()
+
+
+def test_a_failed_build_names_the_first_error_and_leaves_nothing_to_load(compiler):
+    install, calls = compiler
+    install('echo "a.h:1: note" >&2; echo "a.h:2: error: what is this" >&2; exit 3')
+    for _ in range(2):
+        with pytest.raises(NotBuilt, match=re.escape("failed with 3: a.h:2: error: what is this")):
+            build()
+    assert calls() == 2 and files() == ["lock"]
+
+
+def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
+    install, _ = compiler
+    install(f"exec {sys.executable} -c 'import time; time.sleep(60)'")
+    monkeypatch.setattr(building, "_TIMEOUT", 0.3)
+    with pytest.raises(NotBuilt, match="did not end within 0 s"):
+        build()
+    assert files() == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(compiler, tmp_path):
+    install, _ = compiler
+    install()
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(NotBuilt, match="cannot write"):
+        build()
