@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels.chunked import kda_chunk_scan
 from kernels.kda import CoreResult, KDAInputs, KDAWeights, activate, kda_decode, kda_extend
 from kernels.kda_metadata import KDAMetadata, RowGroup, build_metadata
+from kernels.layer_functions import TORCH, LayerFunctions
 from kernels.native import library, operators
 from kernels.numerics import compute_dtype
 from kernels.packing import Export
@@ -48,10 +49,11 @@ class KDAState(NamedTuple):
 class Backend(NamedTuple):
     """One family of kernels. extend(inputs, weights, S0, conv0, query_start, exports);
     decode(inputs, weights, S0, conv0). Where takes(inputs, weights) allows it,
-    on_slots(inputs, weights, state, rows) runs rows in place instead."""
+    on_slots(inputs, weights, state, rows) runs rows in place instead. functions: of the layers."""
 
     name: str
     export_alignment: int
+    functions: LayerFunctions
     extend: Callable[..., CoreResult]
     decode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     on_slots: Callable[..., Tensor] | None = None
@@ -61,7 +63,7 @@ class Backend(NamedTuple):
 def _torch_backend(kernel_chunk: int) -> Backend:
     scan = functools.partial(kda_chunk_scan, kernel_chunk=kernel_chunk)
     extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
-    return Backend("torch", kernel_chunk, extend, kda_decode)
+    return Backend("torch", kernel_chunk, TORCH, extend, kda_decode)
 
 
 def _reference_backend(_kernel_chunk: int) -> Backend:
@@ -78,7 +80,7 @@ def _reference_backend(_kernel_chunk: int) -> Backend:
         out = extend(inputs, weights, S0, conv0, range(S0.shape[0] + 1), ())
         return out.o, out.S, out.conv
 
-    return Backend("reference", 1, extend, decode)
+    return Backend("reference", 1, TORCH, extend, decode)
 
 
 def _native_backend(kernel_chunk: int) -> Backend:
@@ -89,7 +91,7 @@ def _native_backend(kernel_chunk: int) -> Backend:
         return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
 
     extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
-    return Backend("native", 1, extend, kda_decode, operators.kda_rows, operators.takes)
+    return Backend("native", 1, TORCH, extend, kda_decode, operators.kda_rows, operators.takes)
 
 
 _BUILDERS = {"native": _native_backend, "torch": _torch_backend, "reference": _reference_backend}
@@ -118,6 +120,11 @@ class KDAKernelDispatcher:
     def export_alignment(self) -> int:
         """Exports fall on multiples of this many tokens from a row's start, or on its end."""
         return self.backend.export_alignment
+
+    @property
+    def functions(self) -> LayerFunctions:
+        """What else the layers compute, in the same backend."""
+        return self.backend.functions
 
     def describe(self) -> str:
         """One line: the backend in use, and why each other one is not."""

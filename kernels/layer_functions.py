@@ -1,0 +1,37 @@
+"""What the layers compute between their matrix products, as one table per backend.
+
+A layer calls `functions.mix_norm(...)` and knows no backend; the torch functions are the readable
+truth, and another backend puts in twins of the same signature that fall back to them where they do
+not serve (gradients, a dtype that they do not know). `KDAKernelDispatcher.functions` is the table
+of the backend that it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.attn_res import mix_norm
+from kernels.experts import mix_experts
+from kernels.glu import glu
+from kernels.latent_attention import attend
+from kernels.norms import gated, gated_norm, rms_norm
+from kernels.routing import Routing, route
+
+
+class LayerFunctions(NamedTuple):
+    """One backend's functions; the modules that TORCH takes them from say what they do."""
+
+    mix_norm: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
+    gated: Callable[..., Tensor]
+    glu: Callable[..., Tensor]
+    route: Callable[..., Routing]
+    mix_experts: Callable[..., Tensor]
+    attend: Callable[..., Tensor]
+
+
+TORCH = LayerFunctions(mix_norm, rms_norm, gated_norm, gated, glu, route, mix_experts, attend)
