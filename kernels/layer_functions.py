@@ -1,4 +1,4 @@
-"""What the layers compute between their matrix products, as one table per backend.
+"""What the layers compute, their matrix products included, as one table per backend.
 
 A layer calls `functions.mix_norm(...)` and knows no backend; the torch functions are the readable
 truth, and another backend puts in twins of the same signature that fall back to them where they do
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attn_res import mix_norm
@@ -24,6 +25,7 @@ from kernels.routing import Routing, route
 class LayerFunctions(NamedTuple):
     """One backend's functions; the modules that TORCH takes them from say what they do."""
 
+    linear: Callable[[Tensor, Tensor], Tensor]  # x W^T
     mix_norm: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
@@ -34,4 +36,6 @@ class LayerFunctions(NamedTuple):
     attend: Callable[..., Tensor]
 
 
-TORCH = LayerFunctions(mix_norm, rms_norm, gated_norm, gated, glu, route, mix_experts, attend)
+TORCH = LayerFunctions(
+    F.linear, mix_norm, rms_norm, gated_norm, gated, glu, route, mix_experts, attend
+)

@@ -5,9 +5,9 @@
 
 Both run the same layers. A layer i, with block size b of AttnRes (architecture 2.2):
 
-    h = mix(stream; c_attn)        the mixture is read BEFORE the block opens ...
-    if i % b == 0: open a block    ... and the closing block is frozen as a source
-    stream += attention( norm(h) )
+    h = norm( mix(stream; c_attn) )    the mixture is read BEFORE the block opens ...
+    if i % b == 0: open a block        ... and the closing block is frozen as a source
+    stream += attention(h)
     stream += ffn( norm( mix(stream; c_mlp) ) )
 """
 
@@ -68,19 +68,21 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, step: Step, state: KDAState | Tensor | None
     ) -> ResidualStream:
-        h = self.self_attention_res(stream)
+        functions = step.dispatcher.functions
+        h = self.self_attention_res(stream, self.input_layernorm, functions)
         if self.opens_block:
             stream = stream.open_block(self.eps)
-        stream = stream.add(self.self_attn(self.input_layernorm(h), step, state))
-        h = self.post_attention_layernorm(self.mlp_res(stream))
-        return stream.add(self.block_sparse_moe(h) if self.moe else self.mlp(h))
+        stream = stream.add(self.self_attn(h, step, state))
+        h = self.mlp_res(stream, self.post_attention_layernorm, functions)
+        feed_forward = self.block_sparse_moe if self.moe else self.mlp
+        return stream.add(feed_forward(h, functions))
 
 
 def residual_reader(config: KimiConfig, dtype: torch.dtype) -> nn.Module:
     """A reading point of the residual stream, learned if the config has AttnRes."""
     if config.attn_res_block_size is None:
         return PlainResidual()
-    return AttnResidual(config.hidden_size, config.rms_norm_eps, dtype)
+    return AttnResidual(config.hidden_size, dtype)
 
 
 class Embedding(nn.Module):
@@ -103,6 +105,7 @@ class KimiModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers)
         )
+        self.blocks = sum(layer.opens_block for layer in self.layers)
         self.output_attn_res = residual_reader(config, dtype)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -114,12 +117,12 @@ class KimiModel(nn.Module):
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Packed ids [N] → normed hidden states [N, hidden], or those of the wanted tokens [M]."""
-        stream = start_stream(self.embed_tokens(ids))
+        stream = start_stream(self.embed_tokens(ids), self.blocks)
         for layer, state in zip(self.layers, layer_states, strict=True):
             stream = layer(stream, step, state)
         if wanted is not None:
             stream = stream.at(wanted)
-        return self.norm(self.output_attn_res(stream))
+        return self.output_attn_res(stream, self.norm, step.dispatcher.functions)
 
 
 class KimiForCausalLM(nn.Module):
@@ -230,7 +233,7 @@ class KimiForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [..., hidden] → logits [..., vocab], at least float32."""
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden, self.dispatcher.functions)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _layer_states(self, state: ModelState) -> list[KDAState | Tensor]:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kernels.dispatcher import KDAState
 from kernels.kda import KDAInputs, KDAWeights
-from kernels.numerics import sigmoid
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
-from kimi_mini.layers.norm import HeadNorm
+from kimi_mini.layers.norm import GatedHeadNorm
 from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
 
 
@@ -40,15 +39,16 @@ class KimiDeltaAttention(KeepsFloat32):
         self.conv_weight = unfilled(3 * width, kda.short_conv_kernel_size, dtype=float32)
         self.A_log = unfilled(H, dtype=float32)
         self.dt_bias = unfilled(H, D, dtype=float32)
-        self.o_norm = HeadNorm(D, config.rms_norm_eps, dtype)
+        self.o_norm = GatedHeadNorm(D, config.rms_norm_eps, dtype)
         self.o_proj = Linear(width, config.hidden_size, dtype)
 
     def forward(self, x: Tensor, step: Step, state: KDAState | None) -> Tensor:
         """state None: from zeros, nothing kept."""
-        qkv, f_a, b, g = self.in_proj(x).split(self.widths, -1)
-        inputs = KDAInputs(qkv, self.f_b_proj(f_a).unflatten(-1, self.heads), b)
+        functions = step.dispatcher.functions
+        qkv, f_a, b, g = self.in_proj(x, functions).split(self.widths, -1)
+        decay = self.f_b_proj(f_a, functions).unflatten(-1, self.heads)
+        inputs = KDAInputs(qkv, decay, b)
         weights = KDAWeights(self.conv_weight, self.A_log, self.dt_bias, self.lower_bound)
         o = step.dispatcher.mixed(inputs, weights, state, step.kda)  # [N, H, D]
-        gate = g if self.g_b_proj is None else self.g_b_proj(g)
-        y = self.o_norm(o) * sigmoid(gate.to(o.dtype)).unflatten(-1, self.heads)
-        return self.o_proj(y.flatten(1).to(x.dtype))
+        gate = g if self.g_b_proj is None else self.g_b_proj(g, functions)
+        return self.o_proj(self.o_norm(o, gate, functions), functions)

@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.latent_attention import attend
-from kernels.numerics import sigmoid
 from kernels.paging import write_rows
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
@@ -43,16 +41,16 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, step: Step, pool: Tensor | None) -> Tensor:
         """pool [pages, page, L+R], changed at step.destinations; None: the batch's own rows."""
-        q, c, r, g = self.in_proj(x).split(self.widths, -1)
+        functions = step.dispatcher.functions
+        q, c, r, g = self.in_proj(x, functions).split(self.widths, -1)
         if self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
-        rows = torch.cat([self.kv_a_layernorm(c), r], -1)  # [N, L+R]
+            q = self.q_b_proj(self.q_a_layernorm(q, functions), functions)
+        rows = torch.cat([self.kv_a_layernorm(c, functions), r], -1)  # [N, L+R]
         if pool is None:
             pool = rows.unsqueeze(1)
         else:
             write_rows(pool, rows, step.destinations)
         kv_b = self.kv_b_proj.weight.view(self.expand)
-        o = attend(q.unflatten(-1, self.heads), pool, kv_b, step.attention).flatten(1)
-        if g.shape[-1]:
-            o = o * sigmoid(g.to(o.dtype))
-        return self.o_proj(o.to(x.dtype))
+        o = functions.attend(q.unflatten(-1, self.heads), pool, kv_b, step.attention).flatten(1)
+        y = functions.gated(o, g) if g.shape[-1] else o.to(x.dtype)
+        return self.o_proj(y, functions)

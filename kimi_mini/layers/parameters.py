@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.layer_functions import TORCH, LayerFunctions
 from kimi_mini.dtypes import at_least_float32
 
 
@@ -23,9 +23,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = unfilled(outputs, inputs, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
         """[..., in] → [..., out]."""
-        return F.linear(x, self.weight)
+        return functions.linear(x, self.weight)
 
 
 class KeepsFloat32(nn.Module):

@@ -269,14 +269,20 @@ def _moe(config: KimiConfig, at: str) -> Iterator[TensorEntry]:
     yield _whole(at + "gate.weight", scores, Kind.MATRIX, at + "gate.proj.weight")
     bias = at + "gate.e_score_correction_bias"
     yield _whole(bias, (config.num_experts,), Kind.ROUTER_BIAS)
+    shared = config.num_shared_experts * config.moe_intermediate_size
+    parts = [("routed_expert_down_proj", latent)] if latent else []
+    if shared:
+        parts += [(f"shared_experts.{x}_proj", shared) for x in ("gate", "up")]
+    stacked = _stacked(at, "in_proj.weight", hidden, *parts)
     if latent:
-        yield _whole(at + "routed_expert_down_proj.weight", (latent, hidden), Kind.MATRIX)
+        yield next(stacked)
         if config.latent_moe_use_norm:
             yield _whole(at + "routed_expert_norm.weight", (latent,), Kind.NORM)
         yield _whole(at + "routed_expert_up_proj.weight", (hidden, latent), Kind.MATRIX)
-    if config.num_shared_experts:
-        width = config.num_shared_experts * config.moe_intermediate_size
-        yield from _mlp(at + "shared_experts.", hidden, width)
+    if shared:
+        yield from stacked
+        down = "shared_experts.down_proj.weight"
+        yield _whole(at + down, (hidden, shared), Kind.MATRIX, at + "shared_down_proj.weight")
 
 
 def _experts(config: KimiConfig, at: str) -> Iterator[TensorEntry]:

@@ -9,6 +9,8 @@ import json
 import pytest
 import torch
 
+from kernels.attn_res import mix
+from kimi_mini.layers.attn_res import AttnResidual
 from kimi_mini.layers.kda import KimiDeltaAttention
 from tests.kimi_mini.golden_cases import (
     FOLDER,
@@ -100,9 +102,21 @@ def record(model, run):
             )
         )
 
+    def watch_mixture(reader, name):
+        """What a reading point mixes; its output must be the norm of that."""
+        learned = (reader.norm, reader.proj) if isinstance(reader, AttnResidual) else (None, None)
+
+        def pick(args, out):
+            stream, norm = args[:2]
+            found = mix(stream.prefix, stream.bank, stream.inverse_rms, *learned, norm.eps)
+            torch.testing.assert_close(out, norm(found), rtol=1e-5, atol=1e-5)
+            return found
+
+        watch(reader, name, pick)
+
     for i, layer in enumerate(model.model.layers):
-        watch(layer.input_layernorm, f"L{i}.attn_in", lambda a, o: a[0])
-        watch(layer.post_attention_layernorm, f"L{i}.mlp_in", lambda a, o: a[0])
+        watch_mixture(layer.self_attention_res, f"L{i}.attn_in")
+        watch_mixture(layer.mlp_res, f"L{i}.mlp_in")
         watch(layer.self_attn, f"L{i}.attn_out", lambda a, o: o)
         watch(layer.block_sparse_moe if layer.moe else layer.mlp, f"L{i}.mlp_out", lambda a, o: o)
         watch(layer, f"L{i}.out", lambda a, o: o.prefix)
@@ -110,8 +124,8 @@ def record(model, run):
             watch(layer.self_attn.o_norm, f"L{i}.kda_core", lambda a, o: a[0])
         if layer.moe:
             watch(layer.block_sparse_moe.gate, f"L{i}.routing", lambda a, o: o)
-    watch(model.model.norm, "final_mix", lambda a, o: a[0])
-    watch(model.model.norm, "final_norm", lambda a, o: o)
+    watch_mixture(model.model.output_attn_res, "final_mix")
+    hooks.append(model.lm_head.register_forward_pre_hook(lambda _, a: seen.update(final_norm=a[0])))
     run()
     for hook in hooks:
         hook.remove()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
+from kernels.norms import rms_norm
 from kernels.paging import build_attention_metadata, build_destinations
 from kimi_mini import preset
 from kimi_mini.batch import Step, stateless_step
@@ -80,7 +81,7 @@ def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
     """BR-69: at 2 a sigmoid gives 0.8808, a SiLU 1.7616; at 1 both give 0.7311."""
     layer = kda_layer(variant(use_full_rank_gate=False))
     seen = {}
-    layer.o_norm.register_forward_hook(lambda _, a, out: seen.update(normed=out))
+    layer.o_norm.register_forward_pre_hook(lambda _, args: seen.update(o=args[0]))
     layer.o_proj.register_forward_pre_hook(lambda _, args: seen.update(y=args[0]))
     with torch.no_grad():
         layer.in_proj.weight[-32:] = 0
@@ -90,7 +91,8 @@ def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
     x = tokens(5)
     x[:, 0] = 1.0
     layer(x, stateless_step(1, 5, KDAKernelDispatcher()), None)
-    expected = seen["normed"].flatten(1) * (0.8807970779778823 if gate > 0 else 0.11920292202211755)
+    normed = rms_norm(seen["o"], layer.o_norm.weight, layer.o_norm.eps).flatten(1)
+    expected = normed * (0.8807970779778823 if gate > 0 else 0.11920292202211755)
     torch.testing.assert_close(seen["y"], expected, rtol=0, atol=1e-12)
 
 
@@ -163,7 +165,8 @@ def test_mla_keeps_normalised_latents_and_raw_shared_columns_in_its_pages():
     table = torch.tensor([[3, 1]])
     meta = build_attention_metadata([0, 5], [0], table, page=3, pages=4)
     out_rows = torch.tensor([9, 10, 11, 3, 4])
-    got = layer(x, Step(None, None, meta, build_destinations(out_rows, meta, 3)), pool)
+    where = build_destinations(out_rows, meta, 3)
+    got = layer(x, Step(KDAKernelDispatcher(), None, meta, where), pool)
     expected = layer(x, stateless_step(1, 5, KDAKernelDispatcher()), None)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     rows = pool.flatten(0, 1)[out_rows]

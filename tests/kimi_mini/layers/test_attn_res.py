@@ -7,34 +7,52 @@ import torch
 
 from kimi_mini import KimiForCausalLM, preset
 from kimi_mini.layers.attn_res import AttnResidual, start_stream
+from kimi_mini.layers.norm import RMSNorm
 
 
 def reader(width=6, seed=0):
-    module = AttnResidual(width, 1e-5, torch.float64)
+    """A reading point and the norm behind it."""
+    module, norm = AttnResidual(width, torch.float64), RMSNorm(width, 1e-5, torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in (*module.parameters(), norm.weight):
             parameter.copy_(torch.randn(width, generator=generator))
-    return module
+    return module, norm
 
 
-def test_the_mixture_scores_normalised_sources_and_mixes_raw_ones():
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "one bank"])
+def test_the_mixture_scores_normalised_sources_and_mixes_raw_ones(gradients):
     """Pitfall 8: no 1/sqrt(width), values not normalised. Sources of very different size."""
-    module = reader()
+    module, norm = reader()
     sources = torch.randn(3, 4, 6, dtype=torch.float64) * torch.tensor([0.1, 1, 50])[:, None, None]
-    stream = start_stream(sources[0]).open_block(1e-5).add(sources[1])
-    stream = stream.open_block(1e-5).add(sources[2])
+    with torch.set_grad_enabled(gradients):
+        stream = start_stream(sources[0], 2).open_block(1e-5).add(sources[1])
+        stream = stream.open_block(1e-5).add(sources[2])
+        got = module(stream, norm)
     query = module.norm * module.proj
     scores = torch.stack(
         [(x @ query) / (x.square().mean(-1) + 1e-5).sqrt() for x in sources]
     )  # [3, 4]
-    expected = (scores.softmax(0)[..., None] * sources).sum(0)
-    torch.testing.assert_close(module(stream), expected, rtol=0, atol=1e-12)
+    mixture = (scores.softmax(0)[..., None] * sources).sum(0)
+    torch.testing.assert_close(got, norm(mixture), rtol=0, atol=1e-12)
 
 
 def test_with_one_source_the_mixture_is_that_source():
+    module, norm = reader()
     x = torch.randn(5, 6, dtype=torch.float64)
-    assert torch.equal(reader()(start_stream(x)), x)
+    assert torch.equal(module(start_stream(x, 3), norm), norm(x))
+
+
+def test_without_gradients_the_bank_has_one_place_for_all_its_blocks():
+    x = torch.randn(3, 4, 6)
+    with torch.no_grad():
+        first = start_stream(x[0], 2).open_block(1e-5).add(x[1])
+        second = first.open_block(1e-5)
+    assert first.bank.data_ptr() == second.bank.data_ptr() == second.room.bank.data_ptr()
+    assert torch.equal(second.bank, x[:2].transpose(0, 1))
+    assert torch.equal(first.bank[:, 0], x[0])
+    with torch.enable_grad():
+        assert start_stream(x[0], 2).room is None
 
 
 def tiny(layers, block, full):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kimi_mini.layers.mlp import situ_glu
+from kernels.glu import situ_glu
 
 
 def test_situ_follows_the_formula_with_the_sigmoid_of_the_uncapped_gate():

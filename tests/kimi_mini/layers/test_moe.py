@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from kernels import experts as sharing
+from kernels.glu import situ_glu
+from kernels.routing import Routing, select_experts
 from kimi_mini import preset
-from kimi_mini.layers.mlp import situ_glu
-from kimi_mini.layers.moe import Experts, Router, Routing, SparseMoE, select_experts
+from kimi_mini.layers.moe import Experts, Router, SparseMoE
 
 
 def config(**changes):
@@ -172,7 +174,7 @@ def test_decode_sized_batches_run_no_loop_over_experts(monkeypatch):
     def refuse(*_):
         raise AssertionError("looped over experts")
 
-    monkeypatch.setattr(Experts, "_one_by_one", refuse)
+    monkeypatch.setattr(sharing, "_one_by_one", refuse)
     shape = preset("mini")
     experts = filled(Experts(shape, 128, torch.float32))
     for n in (*range(1, 33), 64, 128):
@@ -187,11 +189,10 @@ def test_norm_follows_the_weighted_sum_and_shared_experts_see_full_width():
     moe = filled(SparseMoE(shape, torch.float64))
     x = tokens(6, 64).double()
     betas = (shape.activation_situ_beta, shape.activation_situ_linear_beta)
-    latent = x @ moe.routed_expert_down_proj.weight.T
+    latent, gate, up = (x @ moe.in_proj.weight.T).split([32, 128, 128], -1)
     routing = moe.gate(x)
     a = expert_loop(moe.experts, latent, routing, betas)
     a = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt() * moe.routed_expert_norm.weight
-    gate, up = (x @ moe.shared_experts.gate_up_proj.weight.T).chunk(2, -1)
-    shared = situ_glu(gate, up, *betas) @ moe.shared_experts.down_proj.weight.T
+    shared = situ_glu(gate, up, *betas) @ moe.shared_down_proj.weight.T
     expected = a @ moe.routed_expert_up_proj.weight.T + shared
     torch.testing.assert_close(moe(x), expected, rtol=0, atol=1e-12)

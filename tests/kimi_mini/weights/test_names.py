@@ -80,7 +80,9 @@ def test_fused_rows_stand_in_the_order_the_layers_split_them():
     assert rows[kda + "conv_weight"] == ["q_conv1d", "k_conv1d", "v_conv1d"]
     assert rows[mla + "in_proj.weight"] == ["q_a_proj", "kv_a_proj_with_mqa", "g_proj"]
     assert rows["model.layers.0.mlp.gate_up_proj.weight"] == ["gate_proj", "up_proj"]
-    assert rows["model.layers.1.block_sparse_moe.experts.w13"][:2] == ["w1", "w3"]
+    moe = "model.layers.1.block_sparse_moe."
+    assert rows[moe + "in_proj.weight"] == ["routed_expert_down_proj", "gate_proj", "up_proj"]
+    assert rows[moe + "experts.w13"][:2] == ["w1", "w3"]
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,10 @@ def test_a_golden_checkpoint_fills_every_parameter_with_its_own_tensors(golden, 
     for e, half in ((0, "w1"), (3, "w3")):
         rows = w13[e].chunk(2)[half == "w3"]
         assert torch.equal(rows, stored[f"{moe}experts.{e}.{half}.weight"])
-    shared = [stored[f"{moe}shared_experts.{x}_proj.weight"] for x in ("gate", "up")]
-    assert torch.equal(parameters[moe + "shared_experts.gate_up_proj.weight"], torch.cat(shared))
+    names = ["routed_expert_down_proj", "shared_experts.gate_proj", "shared_experts.up_proj"]
+    names = [f"{moe}{n}.weight" for n in names]
+    fused = parameters[moe + "in_proj.weight"]
+    assert torch.equal(fused, torch.cat([stored[n] for n in names if n in stored]))
 
 
 def test_packed_experts_in_shards_are_decoded_and_vision_is_skipped_with_a_count(golden, unfilled):
