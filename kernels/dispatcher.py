@@ -28,6 +28,7 @@ from kernels.kda import CoreResult, KDAInputs, KDAWeights, activate, kda_decode,
 from kernels.kda_metadata import KDAMetadata, RowGroup, build_metadata
 from kernels.layer_functions import TORCH, LayerFunctions
 from kernels.native import library, operators
+from kernels.native.layers import NATIVE
 from kernels.numerics import compute_dtype
 from kernels.packing import Export
 from kernels.recurrent import ScanResult, kda_token_scan
@@ -91,7 +92,7 @@ def _native_backend(kernel_chunk: int) -> Backend:
         return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
 
     extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
-    return Backend("native", 1, TORCH, extend, kda_decode, operators.kda_rows, operators.takes)
+    return Backend("native", 1, NATIVE, extend, kda_decode, operators.kda_rows, operators.takes)
 
 
 _BUILDERS = {"native": _native_backend, "torch": _torch_backend, "reference": _reference_backend}

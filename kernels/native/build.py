@@ -127,7 +127,7 @@ def _compile(compiler: str, level: str, path: Path) -> float:
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")),
-        str(SOURCES / "binding.cpp"),
+        *map(str, sorted(SOURCES.glob("*.cpp"))),
         *("-o", name, f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"),
         # torch's own OpenMP before the system's, for there must be one thread pool
         *map(str, sorted((folder / "lib").glob("libgomp*"))),

@@ -11,8 +11,8 @@ import os
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
+from kernels.native import fakes
 from kernels.native.build import NotBuilt, build
 
 SWITCH = "KIMI_MINI_NATIVE"
@@ -45,7 +45,7 @@ def _load() -> str | None:
         return str(error)
     except OSError as error:
         return f"{built.path} cannot be loaded: {error}"
-    _register_fakes()
+    fakes.register()
     return None
 
 
@@ -55,14 +55,3 @@ def operators() -> ModuleType:
     if reason is not None:
         raise RuntimeError(f"native operators are not available: {reason}")
     return torch.ops.kda_native
-
-
-def _register_fakes() -> None:
-    @torch.library.register_fake("kda_native::kda_scan")
-    def _(q, k, v, g, beta, S0, query_start, export_rows, export_after, scale):
-        exported = S0.new_empty(len(export_rows), *S0.shape[1:])
-        return S0.new_empty(v.shape), torch.empty_like(S0), exported
-
-    @torch.library.register_fake("kda_native::kda_rows_")
-    def _(qkv, gate, beta, conv_weight, A_log, dt_bias, lower_bound, recurrent, *_rest) -> Tensor:
-        return recurrent.new_empty(qkv.shape[0], *recurrent.shape[1:3])

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -20,25 +21,43 @@ KDA_INLINE T fma1(T a, T b, T c) {
 #endif
 }
 
-// e^x for x <= 88, error below 1 ulp; 0 where the result would be subnormal.
-KDA_INLINE float exponential(float x) {
+// e^x = scale (1 + rest) with scale a power of two and |rest| < 0.42, for -87.3 <= x <= 88.
+struct PowerOfTwo {
+  float scale, rest;
+};
+
+KDA_INLINE PowerOfTwo split_exponential(float x) {
   constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-  const float smallest = -87.3365f, bounded = x < smallest ? smallest : x;
-  const float shifted = fma1(bounded, 1.44269504f, shift), n = shifted - shift;
-  const float r = fma1(n, 2.12194440e-4f, fma1(n, -0.693359375f, bounded));  // x - n log 2
+  const float shifted = fma1(x, 1.44269504f, shift), n = shifted - shift;
+  const float r = fma1(n, 2.12194440e-4f, fma1(n, -0.693359375f, x));  // x - n log 2
   float p = 1.9875691e-4f;
   p = fma1(p, r, 1.3981999e-3f);
   p = fma1(p, r, 8.3334519e-3f);
   p = fma1(p, r, 4.1665796e-2f);
   p = fma1(p, r, 1.6666666e-1f);
   p = fma1(p, r, 5.0000001e-1f);
-  const float mantissa = 1.0f + fma1(r * r, p, r);
   const int32_t whole = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(shift);
-  const float scale = std::bit_cast<float>((whole + 127) << 23);
-  return x < smallest ? 0.0f : mantissa * scale;
+  return {std::bit_cast<float>((whole + 127) << 23), fma1(r * r, p, r)};
+}
+
+// e^x for x <= 88, error below 1 ulp; 0 where the result would be subnormal.
+KDA_INLINE float exponential(float x) {
+  const float smallest = -87.3365f;
+  const PowerOfTwo power = split_exponential(x < smallest ? smallest : x);
+  return x < smallest ? 0.0f : (1.0f + power.rest) * power.scale;
 }
 
 KDA_INLINE double exponential(double x) { return std::exp(x); }
+
+// tanh x = -m / (2 + m) with m = e^(-2|x|) - 1 and the sign of x, error below 3 ulp.
+KDA_INLINE float tanh(float x) {
+  const float y = -2.0f * std::fabs(x);
+  const PowerOfTwo power = split_exponential(y < -60.0f ? -60.0f : y);
+  const float m = fma1(power.scale, power.rest, power.scale - 1.0f);
+  return std::copysign(-m / (2.0f + m), x);
+}
+
+KDA_INLINE double tanh(double x) { return std::tanh(x); }
 
 // log(1 + x) for 0 <= x <= 1: 2 artanh(x / (2 + x)) as a series, error below 2 ulp.
 KDA_INLINE float log_one_plus(float x) {
@@ -106,6 +125,44 @@ KDA_INLINE T widen(T x) {
 template <class T>
 KDA_INLINE T widen(BFloat16 x) {
   return std::bit_cast<float>(uint32_t(x.bits) << 16);
+}
+
+// A vector of wide numbers.
+template <class T, class A>
+KDA_INLINE Vec<T> load_wide(const A* from) {
+  if constexpr (std::is_same_v<T, A>) {
+    return load(from);
+  } else {
+    typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+    typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return std::bit_cast<Vec<T>>(__builtin_convertvector(halves, Words) << 16);
+  }
+}
+
+template <class A, class T>
+KDA_INLINE A narrow(T x) {
+  return x;
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+template <>
+KDA_INLINE BFloat16 narrow<BFloat16, float>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return {static_cast<uint16_t>(x == x ? rounded : 0x7fc0)};
+}
+
+// `count` numbers in the wide type: where they are, or copied to `room`.
+template <class T, class A>
+KDA_INLINE const T* widened(const A* x, int64_t count, T* room) {
+  if constexpr (std::is_same_v<T, A>) {
+    return x;
+  } else {
+    for (int64_t i = 0; i < count; ++i) room[i] = widen<T>(x[i]);
+    return room;
+  }
 }
 
 }  // namespace kda

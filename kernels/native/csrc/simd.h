@@ -90,7 +90,24 @@ KDA_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, std::integer_sequence<int, i...
   return __builtin_shufflevector(a, b, (first + i / 2 + (i % 2) * n)...);
 }
 
+// the lanes of x, each in the place that its number has with one bit turned
+template <class T, int bit, int... i>
+KDA_INLINE Vec<T> exchanged(Vec<T> x, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, x, (i ^ bit)...);
+}
+
 }  // namespace detail
+
+// The lanes' sum, halves upon halves.
+template <class T, int half = kLanes<T> / 2>
+KDA_INLINE T sum_of_lanes(Vec<T> x) {
+  if constexpr (half == 0) {
+    return x[0];
+  } else {
+    constexpr auto lanes = std::make_integer_sequence<int, kLanes<T>>{};
+    return sum_of_lanes<T, half / 2>(x + detail::exchanged<T, half>(x, lanes));
+  }
+}
 
 // rows[i][j] <-> rows[j][i] of a tile of kLanes x kLanes: a perfect shuffle of the rows, log2 times
 template <class T>

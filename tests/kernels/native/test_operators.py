@@ -29,13 +29,6 @@ pytestmark = pytest.mark.needs_native
 SHAPES = [(1, 1, 1), (2, 5, 7), (3, 24, 16), (1, 16, 80), (2, 128, 112), (2, 64, 64), (20, 64, 112)]
 
 
-@pytest.fixture
-def threads():
-    """Set the number of torch threads; one again afterwards."""
-    yield torch.set_num_threads
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(("H", "K", "V"), SHAPES[:-1])
 @pytest.mark.parametrize("gates", ["mixed", "unbounded", "equal keys"])
 def test_any_shape_is_near_float64_with_every_export(gates, H, K, V):

@@ -1,4 +1,4 @@
-// The operators as torch sees them: checks first, then pointers, then torch's own threads.
+// The KDA operators as torch sees them: checks first, then pointers, then torch's own threads.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -8,18 +8,13 @@
 #include <tuple>
 #include <vector>
 
+#include "checks.hpp"
 #include "layer.h"
 #include "scan.h"
 
 namespace {
 
-using at::IntArrayRef;
-using at::Tensor;
-
-template <class Sequence>
-int64_t count(const Sequence& numbers) {
-  return static_cast<int64_t>(numbers.size());
-}
+using namespace kda::checks;
 
 template <class T>
 kda::Scratch<T>& scratch() {
@@ -46,15 +41,6 @@ void check_starts(IntArrayRef query_start, int64_t tokens) {
                         query_start.back() == tokens &&
                         std::is_sorted(query_start.begin(), query_start.end()),
                     "query_start must rise from 0 to the ", tokens, " tokens, got ", query_start);
-}
-
-void check_shape(const char* name, const Tensor& x, IntArrayRef shape) {
-  TORCH_CHECK_VALUE(x.sizes() == shape, name, " must be ", shape, ", got ", x.sizes());
-}
-
-void check_dtype(const char* name, const Tensor& x, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(x.scalar_type() == dtype, name, " must be ", dtype, ", got ", x.scalar_type());
-  TORCH_CHECK_VALUE(x.device().is_cpu(), name, " must be on the CPU, got ", x.device());
 }
 
 // States of a pool: entries of one slot side by side, slots any distance apart.
@@ -176,14 +162,6 @@ void check_slots(const Slots& slots, int64_t count) {
   std::sort(real.begin(), real.end());
   const auto twice = std::adjacent_find(real.begin(), real.end());
   TORCH_CHECK_VALUE(twice == real.end(), "slot ", *twice, " is named twice");
-}
-
-std::vector<int64_t> integers(const char* name, const Tensor& x, int64_t count) {
-  check_dtype(name, x, at::kLong);
-  check_shape(name, x, {count});
-  const Tensor whole = x.contiguous();
-  const int64_t* from = whole.const_data_ptr<int64_t>();
-  return {from, from + count};
 }
 
 // [N, ...] with everything behind the first axis side by side.

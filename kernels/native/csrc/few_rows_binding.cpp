@@ -1,0 +1,48 @@
+// The product of few rows as torch sees it.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "checks.hpp"
+#include "few_rows.h"
+
+namespace {
+
+using namespace kda::checks;
+
+constexpr int64_t kWorthAThread = 1 << 16;  // numbers of the matrix
+
+void check_matrix(const char* name, const Tensor& x, at::ScalarType dtype) {
+  check_dtype(name, x, dtype);
+  TORCH_CHECK_VALUE(x.dim() == 2 && (x.size(1) < 2 || x.stride(1) == 1), name,
+                    " must have two axes, the last one contiguous; got ", x.sizes(), " strided ",
+                    x.strides());
+}
+
+Tensor few_rows(const Tensor& x, const Tensor& weight) {
+  const auto dtype = x.scalar_type();
+  check_matrix("x", x, dtype);
+  check_matrix("weight", weight, dtype);
+  const int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
+  TORCH_CHECK_VALUE(weight.size(1) == K, "x has rows of ", K, " numbers, weight of ",
+                    weight.size(1));
+  Tensor out = at::empty({M, N}, x.options());
+  with_types("x", dtype, [&](auto number, auto element) {
+    using T = decltype(number);
+    using A = decltype(element);
+    const Tensor wide_x = x.to(wide(dtype));
+    const kda::FewRows<T, A> product{data<T>(wide_x), wide_x.stride(0),     M,
+                                     data<A>(weight), weight.stride(0),     K,
+                                     mutable_data<A>(out), N};
+    at::parallel_for(0, N, kWorthAThread / (K + 1) + 1,
+                     [&](int64_t first, int64_t last) { kda::few_rows(product, first, last); });
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(kda_native, m) { m.def("few_rows(Tensor x, Tensor weight) -> Tensor"); }
+
+TORCH_LIBRARY_IMPL(kda_native, CPU, m) { m.impl("few_rows", TORCH_FN(few_rows)); }

@@ -1,0 +1,44 @@
+"""What the operators return without computing it: shapes and dtypes, for torch's fake tensors."""
+
+import torch
+
+
+def register() -> None:
+    """Tell torch, once the library has been loaded."""
+    for fake in (
+        kda_scan, kda_rows_, few_rows, rms_norm, gated_norm, gated, glu, mix_norm
+    ):  # fmt: skip
+        torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
+
+
+def kda_scan(q, k, v, g, beta, S0, query_start, export_rows, export_after, scale):
+    exported = S0.new_empty(len(export_rows), *S0.shape[1:])
+    return S0.new_empty(v.shape), torch.empty_like(S0), exported
+
+
+def kda_rows_(qkv, gate, beta, conv_weight, A_log, dt_bias, lower_bound, recurrent, *_rest):
+    return recurrent.new_empty(qkv.shape[0], *recurrent.shape[1:3])
+
+
+def few_rows(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def rms_norm(x, weight, eps):
+    return x.new_empty(x.shape, dtype=weight.dtype)
+
+
+def gated_norm(o, gate, weight, eps):
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def gated(o, gate):
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def glu(gate_up, situ, beta, linear_beta):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def mix_norm(prefix, bank, bank_rms, norm, proj, weight, eps):
+    return prefix.new_empty(prefix.shape, dtype=weight.dtype)
