@@ -104,6 +104,18 @@ class TransformersPeer:
             return self.model(ids, cache=cache, use_cache=True, logits_to_keep=1)
 
 
+def published_scans() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+    """Its two torch forms of the recurrence, by name: over q, k, v, g, beta [1, T, H, ...] with
+    initial_state [1, H, K, V]. Raises PeerMissing where they cannot be had."""
+    _transformers()
+    from transformers.models.kimi_linear import modeling_kimi_linear as source
+
+    return {
+        "transformers' loop": source.recurrent_kimi_delta_attention,
+        "transformers' chunks": source.chunk_kimi_delta_attention,
+    }
+
+
 def _attention_layers(model: nn.Module) -> list[int]:
     return [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
 

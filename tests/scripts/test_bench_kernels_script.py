@@ -6,29 +6,35 @@ import time
 import pytest
 import torch
 
-from kimi_mini.workbench import bench
+from kimi_mini.workbench import bench, bench_kernels
+from kimi_mini.workbench.bench_kernels import Bench, scan_flops
 from tests.scripts.running import as_a_command, in_this_process
 
 SCRIPT = "bench_kernels.py"
-TINY = ["--K", "8", "--T", "40", "--heads", "2", "--repeats", "1"]
+TINY = ["--K", "8", "--T", "40", "--batches", "1", "3", "--heads", "2", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch):
     monkeypatch.setattr(bench, "SIDE", 32)
     monkeypatch.setattr(bench, "COPIED", 1 << 10)
+    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 1e-4)
 
 
-def test_as_a_command_it_prints_machine_scan_and_other_kernels(tmp_path):
+def test_as_a_command_it_prints_machine_and_operators(tmp_path):
     done = as_a_command(SCRIPT, *TINY, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    for word in ("GFLOP/s", "GB/s", "chunked", "x loop", "decode step, 8 rows", "attention"):
-        assert word in done.stdout, word
+    assert done.returncode == 0
+    for words in (
+        "GFLOP/s", "GB/s", "scan, T = 40", "core of a KDA layer, T = 40", "core step, 3 rows",
+        "mixture and norm, 1 token ", "experts, 40 tokens", "attention step, 3 rows of 40",
+        "x torch", "of bound", "published: ",
+    ):  # fmt: skip
+        assert words in done.stdout, words
 
 
-def test_json_has_a_row_for_every_combination(capsys, monkeypatch):
-    args = ["--K", "8", "16", "--V", "4", "8", "--T", "20", "40", "--threads", "1", "2",
-            "--heads", "2", "--repeats", "1", "--kernel-chunk", "8", "--json"]  # fmt: skip
+def test_json_has_every_operator_at_every_width_and_number_of_threads(capsys, monkeypatch):
+    args = ["--K", "8", "16", "--V", "4", "8", "--T", "20", "40", "--batches", "2",
+            "--threads", "1", "2", "--heads", "2", "--repeats", "1", "--json"]  # fmt: skip
     before = torch.get_num_threads()
     done = in_this_process(SCRIPT, args, capsys, monkeypatch)
     assert done.returncode == 0
@@ -36,20 +42,32 @@ def test_json_has_a_row_for_every_combination(capsys, monkeypatch):
     report = json.loads(done.stdout)
     assert [m["threads"] for m in report["machines"]] == [1, 2]
     assert all(m["sgemm_gflops"] > 0 and m["copy_gbs"] > 0 for m in report["machines"])
-    shapes = {(f["threads"], f["K"], f["V"], f["T"]) for f in report["scans"]}
-    assert len(shapes) == len(report["scans"]) == 16
-    for f in report["scans"]:
-        assert f["kernel_chunk"] == 8 and f["H"] == 2 and f["target"] is None
-        assert f["flops_per_token"] == 2 * (4 * 8 * (f["K"] + f["V"]) + 6 * f["K"] * f["V"])
-        assert f["to_loop"] == pytest.approx(f["chunked"] / f["loop"])
-        assert f["to_product"] == pytest.approx(f["chunked"] / f["product"])
+    figures = report["operators"]
+    cells = {(f["what"], f["threads"], f["K"], f["V"]) for f in figures}
+    # scan and core at two lengths, a core step, six more of prefill and of a step, attention twice
+    assert len(cells) == len(figures) == 2 * 4 * (2 * 2 + 1 + 2 * 6 + 2)
+    for f in figures:
+        assert f["torch"] > 0 and f["bound"] > 0 and f["limit"] in ("FLOPs", "bytes")
+        assert (f["native"] is None) == (report["no_native"] is not None)
+        assert f["to_bound"] == pytest.approx((f["native"] or f["torch"]) / f["bound"])
+        assert f["to_torch"] == pytest.approx((f["native"] or f["torch"]) / f["torch"])
+
+
+def test_without_native_operators_torch_is_timed_alone(capsys, monkeypatch):
+    monkeypatch.setenv("KIMI_MINI_NATIVE", "0")
+    done = in_this_process(SCRIPT, [*TINY, "--json"], capsys, monkeypatch)
+    report = json.loads(done.stdout)
+    assert report["no_native"] == "switched off by KIMI_MINI_NATIVE=0"
+    assert all(f["native"] is None and f["torch"] > 0 for f in report["operators"])
+    done = in_this_process(SCRIPT, TINY, capsys, monkeypatch)
+    assert "no native operators: switched off" in done.stdout
 
 
 def test_flops_are_those_of_the_formulas():
     """The figures that the targets were derived from: 350k and 124k tokens/s of a 160 GFLOP/s
     product at 8 heads, chunks of 64."""
-    assert 160e9 / (8 * bench.scan_flops(64, 64, 64)) == pytest.approx(350e3, rel=0.01)
-    assert 160e9 / (8 * bench.scan_flops(64, 128, 128)) == pytest.approx(124e3, rel=0.02)
+    assert 160e9 / (8 * scan_flops(64, 64, 64)) == pytest.approx(350e3, rel=0.01)
+    assert 160e9 / (8 * scan_flops(64, 128, 128)) == pytest.approx(124e3, rel=0.02)
 
 
 def test_the_product_has_as_many_flops_as_asked_for(monkeypatch):
@@ -58,18 +76,50 @@ def test_the_product_has_as_many_flops_as_asked_for(monkeypatch):
     assert result.shape == (10, 32)
 
 
-def test_the_target_follows_the_machine_and_stands_only_where_it_was_set(monkeypatch):
-    monkeypatch.setattr(bench, "medians", lambda functions, repeats: dict.fromkeys(functions, 1e-3))
-    monkeypatch.setattr(bench, "LOOP_TOKENS", 4)
+def figures_of(monkeypatch, K=64, V=64, H=8, threads=1, T=10, batches=(8,)):
+    """By name, on a machine where everything takes a millisecond."""
+    monkeypatch.setattr(
+        bench_kernels, "medians", lambda functions, repeats: dict.fromkeys(functions, 1e-3)
+    )
+    figures = Bench(K, V, H).measure([T], batches, threads=threads, repeats=1)
+    return {f.what: f for f in figures}
+
+
+def test_targets_follow_the_machine_and_stand_only_where_they_were_set(monkeypatch):
     gflops = 2 * 32**3 / 1e-3 / 1e9
-    shared = {"kernel_chunk": 16, "repeats": 1}
-    figures = bench.measure_scan(64, 64, 10, H=8, threads=1, **shared)
-    assert figures.sgemm_gflops == pytest.approx(gflops)
-    assert figures.target == pytest.approx(25_000 * gflops / 160)
-    assert (figures.chunked, figures.loop, figures.loop_tokens) == (10_000, 4_000, 4)
-    assert bench.measure_scan(64, 64, 10, H=4, threads=1, **shared).target is None
-    assert bench.measure_scan(64, 32, 10, H=8, threads=1, **shared).target is None
-    assert bench.measure_scan(64, 64, 10, H=8, threads=2, **shared).target is None
+    figures = figures_of(monkeypatch)
+    assert figures["scan, T = 10"].torch == 10_000
+    assert figures["scan, T = 10"].target == pytest.approx(350_000 * gflops / 160)
+    monkeypatch.setattr(bench_kernels, "LONG", 10)
+    figures = figures_of(monkeypatch, K=128, V=128)
+    assert figures["scan, T = 10"].target == pytest.approx(0.9 * 90_000 * gflops / 160)
+    step = figures["core step, 8 rows"]
+    assert step.limit == "bytes" and step.target == pytest.approx(step.bound / 1.5)
+    assert {f.what for f in figures.values() if f.target} == {"scan, T = 10", "core step, 8 rows"}
+    for other in ({"H": 4}, {"V": 32}, {"threads": 2}):
+        assert not any(f.target for f in figures_of(monkeypatch, **other).values())
+    assert not figures_of(monkeypatch, batches=(7,))["core step, 7 rows"].target
+
+
+def test_a_bound_is_the_longer_of_two_times():
+    limits = bench.Limits(flops=100.0, traffic=10.0)
+    assert limits.least_seconds(200, 10) == 2 and limits.least_seconds(200, 50) == 5
+
+
+def test_the_faster_published_form_counts_and_by_its_own_tokens(monkeypatch):
+    def slow(*operands, **options):
+        return operands[0], options["initial_state"]
+
+    monkeypatch.setattr(bench_kernels, "PUBLISHED_TOKENS", 5)
+    monkeypatch.setattr(bench_kernels, "published_scans", lambda: {"one": slow, "other": slow})
+    monkeypatch.setattr(
+        bench_kernels,
+        "medians",
+        lambda functions, repeats: {name: 2.0 if name == "one" else 1.0 for name in functions},
+    )
+    figure = next(f for f in Bench(8, 4, 2).measure([20], [1], threads=1, repeats=1))
+    assert (figure.torch, figure.published, figure.published_form) == (20, 5, "other")
+    assert figure.ratio(figure.published) == 4
 
 
 class Work:
@@ -98,6 +148,7 @@ def test_what_is_compared_is_timed_in_turn_and_the_median_counts(monkeypatch):
 
 def test_short_work_is_repeated_until_it_can_be_timed(monkeypatch):
     work = Work(monkeypatch)
+    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 0.01)
     short = work.taking("a", [1e-3] * 100)
     assert bench.medians({"a": short}, repeats=2) == {"a": pytest.approx(1e-3)}
     assert len(work.log) == 2 + 2 * 10
@@ -108,7 +159,7 @@ def test_short_work_is_repeated_until_it_can_be_timed(monkeypatch):
     [
         (["--K", "0"], "--K must be at least 1, got 0"),
         (["--T", "64", "-1"], "--T must be at least 1, got -1"),
-        (["--kernel-chunk", "0"], "--kernel-chunk must be at least 1, got 0"),
+        (["--batches", "0"], "--batches must be at least 1, got 0"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     ],
 )

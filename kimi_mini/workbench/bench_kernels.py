@@ -1,0 +1,375 @@
+"""Every operator of the layers: torch against native, against what the machine allows.
+
+The bound of an operator is the longer of two times: its FLOPs at the speed of a float32 product,
+and the bytes that it cannot avoid moving at the speed of a copy, both measured in the same turns.
+Reading alone is faster than copying, so a matrix that is only read can beat its bound. FLOPs are
+those of the least work known, not of the form that ran: of the scan, those of chunks of 64.
+
+Matrices and states of a decode step are taken in turn from more memory than the caches hold, for
+so a model finds them. The bare scan is also set beside the fastest published torch form, if
+transformers is installed: its loop and its chunk form, of which the faster counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.chunked import kda_chunk_scan
+from kernels.dispatcher import KDAKernelDispatcher, KDAState
+from kernels.glu import GLUForm
+from kernels.kda import KDAInputs, KDAWeights
+from kernels.kda_metadata import KDAMetadata
+from kernels.layer_functions import LayerFunctions
+from kernels.native import library
+from kernels.native.operators import kda_scan
+from kernels.paging import build_attention_metadata
+from kernels.routing import RouterRule
+from kimi_mini.workbench import bench
+from kimi_mini.workbench.bench import Limits, limit_probes, limits_from, medians, using_threads
+from kimi_mini.workbench.bench_peer import PeerMissing, published_scans
+from kimi_mini.workbench.cases import ScanCase, scan_case
+
+PUBLISHED_TOKENS = 512  # the time of both published forms is proportional to T, and long
+WINDOW = 4  # of the short convolution
+FLOAT = 4  # bytes
+
+# tokens/s of the native scan, one thread, H = 8, on a core with 160 GFLOP/s; by K = V
+SCAN_TARGETS = {64: 350e3, 128: 90e3}
+SCAN_TARGET_FLOPS = 160e9
+LONG, LONG_SHARE = 32768, 0.9  # what is asked for at that length, as a share
+DECODE_TARGET = 1 / 1.5  # of the speed of a copy of the states, at K = V = 128, 8 rows and more
+
+Call = Callable[[], object]
+
+
+class Operator(NamedTuple):
+    """One row of the table: what is done to `tokens` tokens, and by which forms.
+
+    forms: "torch", "native", "published ..."; those that are not there cannot be timed.
+    part: tokens that a published form is timed on, where all would take too long.
+    """
+
+    what: str
+    K: int
+    V: int
+    tokens: int
+    flops: float
+    traffic: float  # bytes
+    forms: dict[str, Call]
+    part: int = 0
+
+
+class Figure(NamedTuple):
+    """Tokens/s of an operator, in torch, native and at its bound."""
+
+    what: str
+    K: int
+    V: int
+    threads: int
+    torch: float | None
+    native: float | None
+    bound: float
+    limit: str  # "FLOPs" or "bytes"
+    published: float | None
+    published_form: str | None
+    target: float | None
+
+    @property
+    def best(self) -> float | None:
+        """The native rate, or torch's where there is no native form."""
+        return self.native or self.torch
+
+    def ratio(self, to: float | None) -> float | None:
+        """The best rate as a multiple of another."""
+        return self.best / to if self.best and to else None
+
+    def as_json(self) -> dict[str, Any]:
+        ratios = {name: self.ratio(getattr(self, name)) for name in ("torch", "bound", "published")}
+        return self._asdict() | {f"to_{name}": ratio for name, ratio in ratios.items()}
+
+
+def scan_flops(C: int, K: int, V: int) -> int:
+    """FLOPs of the chunk form per token and head, by the formulas of architecture 4.1.
+
+    Per chunk: L and A, 2 C^2 K each; T and A times a [C, V], 2 C^2 V each; three products of C K V
+    with the state. Squares are counted whole; the inverse of the triangle (C^3 / 3) is not counted.
+    """
+    return 4 * C * (K + V) + 6 * K * V
+
+
+class Bench:
+    """The operators of a layer with H heads of widths K and V, hidden width H*V, and their times.
+
+    Attention has nope = K, rope = K/2 and a latent of 4K, the proportions of K3; the experts have
+    those of the bench preset. Native forms are absent where the operators cannot be had.
+    """
+
+    def __init__(self, K: int, V: int, H: int) -> None:
+        self.K, self.V, self.H = K, V, H
+        self.hidden = H * V
+        self.backends = {"torch": KDAKernelDispatcher("torch")}
+        if library.missing() is None:
+            self.backends["native"] = KDAKernelDispatcher("native")
+
+    def measure(
+        self, lengths: Sequence[int], batches: Sequence[int], *, threads: int, repeats: int
+    ) -> list[Figure]:
+        """Every operator; scans at all lengths, the rest of prefill at the shortest."""
+        figures = []
+        with using_threads(threads), torch.inference_mode():
+            for make in self._operators(lengths, batches):
+                operator = make()  # one at a time: a long scan's operands are large
+                seconds = medians(operator.forms | limit_probes(), repeats)
+                figures.append(self._figure(operator, seconds, threads))
+        return figures
+
+    def _operators(
+        self, lengths: Sequence[int], batches: Sequence[int]
+    ) -> Iterator[Callable[[], Operator]]:
+        for T in lengths:
+            yield lambda T=T: self.scan(T)
+            yield lambda T=T: self.core(T)
+        for B in batches:
+            yield lambda B=B: self.core_step(B)
+        T = min(lengths)
+        for N in (T, *batches):
+            yield lambda N=N: self.product(N)
+            yield lambda N=N: self.mixture(N)
+            yield lambda N=N: self.gated_norm(N)
+            yield lambda N=N: self.activation(N)
+            yield lambda N=N: self.router(N)
+            yield lambda N=N: self.experts(N)
+        yield lambda: self.attention(T)
+        for B in batches:
+            yield lambda B=B: self.attention_step(B, T)
+
+    def _figure(self, operator: Operator, seconds: dict[str, float], threads: int) -> Figure:
+        limits = limits_from(seconds)
+        rates = {
+            name: (operator.part or operator.tokens if is_published(name) else operator.tokens)
+            / seconds[name]
+            for name in operator.forms
+        }
+        published = {name: rate for name, rate in rates.items() if is_published(name)}
+        form = max(published, key=published.__getitem__, default=None)
+        by_flops = operator.flops / limits.flops > operator.traffic / limits.traffic
+        bound = operator.tokens / limits.least_seconds(operator.flops, operator.traffic)
+        return Figure(
+            operator.what,
+            operator.K,
+            operator.V,
+            threads,
+            rates.get("torch"),
+            rates.get("native"),
+            bound,
+            "FLOPs" if by_flops else "bytes",
+            published.get(form),
+            form,
+            self._target(operator, bound, limits, threads),
+        )
+
+    def _target(
+        self, operator: Operator, bound: float, limits: Limits, threads: int
+    ) -> float | None:
+        """Tokens/s that the native form should reach, where anything was set."""
+        if threads != 1 or self.H != 8 or self.K != self.V:
+            return None
+        if operator.what.startswith("scan") and self.K in SCAN_TARGETS:
+            share = LONG_SHARE if operator.tokens >= LONG else 1.0
+            return share * SCAN_TARGETS[self.K] * limits.flops / SCAN_TARGET_FLOPS
+        if operator.what.startswith("core step") and self.K == 128 and operator.tokens >= 8:
+            return bound * DECODE_TARGET
+        return None
+
+    # --- the recurrence
+
+    def scan(self, T: int) -> Operator:
+        """The bare recurrence: q, k normalised; v, g, beta given."""
+        case = scan_case("mixed", [T], H=self.H, K=self.K, V=self.V)
+        part = min(T, PUBLISHED_TOKENS)
+        forms: dict[str, Call] = {"torch": lambda: kda_chunk_scan(*case)}
+        if "native" in self.backends:
+            forms["native"] = lambda: kda_scan(*case)
+        forms |= _published_forms(case.piece(0, part, case.S0))
+        flops = T * self.H * scan_flops(64, self.K, self.V)
+        traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
+        return self._operator(f"scan, T = {T}", T, flops, traffic, forms, part)
+
+    def core(self, T: int) -> Operator:
+        """Convolution, norms, gates and recurrence of one row, from and to its slot."""
+        inputs, weights = self._projections(T)
+        state = self._states(1)
+        forms = self._mixed(lambda: (inputs, weights, state), [0, T], [1])
+        flops = T * self.H * (scan_flops(64, self.K, self.V) + 2 * WINDOW * (2 * self.K + self.V))
+        traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
+        return self._operator(f"core of a KDA layer, T = {T}", T, flops, traffic, forms)
+
+    def core_step(self, B: int) -> Operator:
+        """The same for one token of each of B rows, whose states no cache holds."""
+        inputs, weights = self._projections(B)
+        size = FLOAT * B * self.H * self.V * self.K
+        states = _in_turn(lambda: self._states(B), size)
+        starts, slots = list(range(B + 1)), list(range(1, B + 1))
+        forms = self._mixed(lambda: (inputs, weights, next(states)), starts, slots)
+        flops = 7 * B * self.H * self.K * self.V
+        return self._operator(f"core step, {B} rows", B, flops, 2 * size, forms)
+
+    def _mixed(
+        self,
+        operands: Callable[[], tuple[KDAInputs, KDAWeights, KDAState]],
+        starts: list[int],
+        slots: list[int],
+    ) -> dict[str, Call]:
+        def call(dispatcher: KDAKernelDispatcher, step: KDAMetadata) -> Call:
+            return lambda: dispatcher.mixed(*operands(), step)
+
+        contexts = [1] * len(slots)
+        return {
+            name: call(d, d.plan(starts, slots, contexts, num_slots=len(slots)))
+            for name, d in self.backends.items()
+        }
+
+    def _projections(self, N: int) -> tuple[KDAInputs, KDAWeights]:
+        H, K, D = self.H, self.K, self.H * (2 * self.K + self.V)
+        inputs = KDAInputs(torch.randn(N, D), torch.randn(N, H, K), torch.randn(N, H))
+        bias = torch.randn(H, K) - 4  # slow: states live on
+        return inputs, KDAWeights(torch.randn(D, WINDOW), torch.randn(H) / 2, bias, -5.0)
+
+    def _states(self, slots: int) -> KDAState:
+        D = self.H * (2 * self.K + self.V)
+        recurrent = torch.randn(slots + 1, self.H, self.V, self.K)
+        return KDAState(recurrent, torch.randn(slots + 1, WINDOW - 1, D))
+
+    # --- what is done token by token
+
+    def product(self, N: int) -> Operator:
+        """The projections of a layer's input: one matrix of 4 H V rows."""
+        rows, x = 4 * self.hidden, torch.randn(N, self.hidden)
+        size = FLOAT * rows * self.hidden
+        weights = _in_turn(lambda: torch.randn(rows, self.hidden), size)
+        forms = self._forms(lambda f: f.linear(x, next(weights)))
+        traffic = size + FLOAT * N * (self.hidden + rows)
+        return self._operator(f"projection, {_of(N)}", N, 2 * N * size / FLOAT, traffic, forms)
+
+    def mixture(self, N: int) -> Operator:
+        """AttnRes over a bank of three and the prefix, and the norm that reads it."""
+        bank, rms = torch.randn(N, 3, self.hidden), torch.rand(N, 3) + 0.5
+        prefix, vectors = torch.randn(N, self.hidden), torch.randn(3, self.hidden)
+        forms = self._forms(lambda f: f.mix_norm(prefix, bank, rms, *vectors, 1e-5))
+        return self._operator(f"mixture and norm, {_of(N)}", N, 0, 5 * _size(prefix), forms)
+
+    def gated_norm(self, N: int) -> Operator:
+        """The head norm and output gate of a KDA layer."""
+        o, gate = torch.randn(N, self.H, self.V), torch.randn(N, self.hidden)
+        weight = torch.randn(self.V)
+        forms = self._forms(lambda f: f.gated_norm(o, gate, weight, 1e-5))
+        return self._operator(f"gated norm, {_of(N)}", N, 0, 3 * _size(o), forms)
+
+    def activation(self, N: int) -> Operator:
+        """SiTU-GLU of 2 H V channels."""
+        gate_up, form = torch.randn(N, 2 * self.hidden), GLUForm(True, 4.0, 25.0)
+        forms = self._forms(lambda f: f.glu(gate_up, form))
+        return self._operator(f"SiTU-GLU, {_of(N)}", N, 0, 1.5 * _size(gate_up), forms)
+
+    def router(self, N: int) -> Operator:
+        """Four of 16 experts."""
+        x, weight, bias = torch.randn(N, self.hidden), torch.randn(16, self.hidden), torch.randn(16)
+        forms = self._forms(lambda f: f.route(x, weight, bias, RouterRule(4)))
+        flops, traffic = 2 * N * 16 * self.hidden, _size(x) + _size(weight)
+        return self._operator(f"router, {_of(N)}", N, flops, traffic, forms)
+
+    def experts(self, N: int) -> Operator:
+        """Four of 16 experts, of width H V / 2 in a latent space as wide."""
+        L = inner = self.hidden // 2
+        x, chosen = torch.randn(N, L), torch.rand(N, 16).argsort(1)[:, :4]
+        routing = self.backends["torch"].functions.route(
+            x, torch.randn(16, L), torch.zeros(16), RouterRule(4), chosen
+        )
+        size = FLOAT * 16 * 3 * inner * L
+        weights = _in_turn(
+            lambda: (torch.randn(16, 2 * inner, L) / L, torch.randn(16, L, inner)), size
+        )
+        form = GLUForm(True, 4.0, 25.0)
+        forms = self._forms(lambda f: f.mix_experts(x, routing, *next(weights), form))
+        traffic = size * len(chosen.unique()) / 16 + 2 * _size(x)
+        return self._operator(f"experts, {_of(N)}", N, 2 * N * 4 * 3 * inner * L, traffic, forms)
+
+    # --- latent attention
+
+    def attention(self, T: int) -> Operator:
+        """A prompt of T tokens over its own latent rows."""
+        q, pool, kv_b = self._attention_operands(T, T, rows=1)
+        table = torch.arange(len(pool)).view(1, -1)
+        step = build_attention_metadata([0, T], [0], table, page=16, pages=len(pool))
+        forms = self._forms(lambda f: f.attend(q, pool, kv_b, step))
+        keys, values = self.K + self.K // 2, self.V
+        flops = 2 * T * kv_b.numel() + T * T * self.H * (keys + values)
+        return self._operator(f"attention, T = {T}", T, flops, _size(q) + _size(pool), forms)
+
+    def attention_step(self, B: int, S: int) -> Operator:
+        """One query for each of B rows, of S latent rows each."""
+        q, pool, kv_b = self._attention_operands(B, S, rows=B)
+        table = torch.arange(len(pool)).view(B, -1)
+        step = build_attention_metadata(range(B + 1), [S - 1] * B, table, page=16, pages=len(pool))
+        forms = self._forms(lambda f: f.attend(q, pool, kv_b, step))
+        flops = 2 * B * (kv_b.numel() + S * self.H * (2 * kv_b.shape[-1] + self.K // 2))
+        traffic = _size(pool) + _size(kv_b)
+        return self._operator(f"attention step, {B} rows of {S}", B, flops, traffic, forms)
+
+    def _attention_operands(self, N: int, S: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        L, R = 4 * self.K, self.K // 2
+        pages = rows * -(-S // 16)
+        q, pool = torch.randn(N, self.H, self.K + R), torch.randn(pages, 16, L + R)
+        return q, pool, torch.randn(self.H, self.K + self.V, L)
+
+    def _forms(self, call: Callable[[LayerFunctions], object]) -> dict[str, Call]:
+        return {
+            name: (lambda functions=d.functions: call(functions))
+            for name, d in self.backends.items()
+        }
+
+    def _operator(
+        self,
+        what: str,
+        tokens: int,
+        flops: float,
+        traffic: float,
+        forms: dict[str, Call],
+        part: int = 0,
+    ) -> Operator:
+        return Operator(what, self.K, self.V, tokens, flops, traffic, forms, part)
+
+
+def is_published(form: str) -> bool:
+    """Whether a form is somebody else's."""
+    return form not in ("torch", "native")
+
+
+def _published_forms(case: ScanCase) -> dict[str, Call]:
+    """transformers' forms of the scan of one row, if it is installed."""
+    try:
+        scans = published_scans()
+    except PeerMissing:
+        return {}
+    operands = [x.unsqueeze(0) for x in case.tokens]
+    state = case.S0.mT.contiguous()
+    options = {"initial_state": state, "output_final_state": True}
+    return {name: (lambda scan=scan: scan(*operands, **options)) for name, scan in scans.items()}
+
+
+def _in_turn(make: Callable[[], Any], size: int) -> Iterator[Any]:
+    """Over and over, one after another, as many of a thing of `size` bytes as no cache holds."""
+    return itertools.cycle([make() for _ in range(-(-FLOAT * bench.COPIED // size))])
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.itemsize
+
+
+def _of(N: int) -> str:
+    return f"{N} token{'s' * (N != 1)}"
