@@ -12,6 +12,7 @@ transformers is installed: its loop and its chunk form, of which the faster coun
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ class Bench:
     def core(self, T: int) -> Operator:
         """Convolution, norms, gates and recurrence of one row, from and to its slot."""
         inputs, weights = self._projections(T)
-        state = self._states(1)
+        state = KDAState(*(pools[0] for pools in self._states(1)))
         forms = self._mixed(lambda: (inputs, weights, state), [0, T], [1])
         flops = T * self.H * (scan_flops(64, self.K, self.V) + 2 * WINDOW * (2 * self.K + self.V))
         traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
@@ -213,7 +214,8 @@ class Bench:
         """The same for one token of each of B rows, whose states no cache holds."""
         inputs, weights = self._projections(B)
         size = FLOAT * B * self.H * self.V * self.K
-        states = _in_turn(lambda: self._states(B), size)
+        many = self._states(B, _uncached(size))
+        states = itertools.cycle(KDAState(*pools) for pools in zip(*many, strict=True))
         starts, slots = list(range(B + 1)), list(range(1, B + 1))
         forms = self._mixed(lambda: (inputs, weights, next(states)), starts, slots)
         flops = 7 * B * self.H * self.K * self.V
@@ -240,21 +242,35 @@ class Bench:
         bias = torch.randn(H, K) - 4  # slow: states live on
         return inputs, KDAWeights(torch.randn(D, WINDOW), torch.randn(H) / 2, bias, -5.0)
 
-    def _states(self, slots: int) -> KDAState:
+    def _states(self, slots: int, count: int = 1) -> tuple[Tensor, Tensor]:
+        """Recurrent and conv pools of `count` layers."""
         D = self.H * (2 * self.K + self.V)
-        recurrent = torch.randn(slots + 1, self.H, self.V, self.K)
-        return KDAState(recurrent, torch.randn(slots + 1, WINDOW - 1, D))
+        recurrent = torch.randn(count, slots + 1, self.H, self.V, self.K)
+        return recurrent, torch.randn(count, slots + 1, WINDOW - 1, D)
 
     # --- what is done token by token
 
     def product(self, N: int) -> Operator:
         """The projections of a layer's input: one matrix of 4 H V rows."""
-        rows, x = 4 * self.hidden, torch.randn(N, self.hidden)
-        size = FLOAT * rows * self.hidden
-        weights = _in_turn(lambda: torch.randn(rows, self.hidden), size)
+        x, weights = torch.randn(N, self.hidden), itertools.cycle(self._matrices)
+        rows, width = self._matrices[0].shape
         forms = self._forms(lambda f: f.linear(x, next(weights)))
-        traffic = size + FLOAT * N * (self.hidden + rows)
-        return self._operator(f"projection, {_of(N)}", N, 2 * N * size / FLOAT, traffic, forms)
+        flops, traffic = 2 * N * rows * width, FLOAT * (rows * width + N * (rows + width))
+        return self._operator(f"projection, {_of(N)}", N, flops, traffic, forms)
+
+    @functools.cached_property
+    def _matrices(self) -> list[Tensor]:
+        rows = 4 * self.hidden
+        count = _uncached(FLOAT * rows * self.hidden)
+        return [*torch.randn(count, rows, self.hidden)]
+
+    @functools.cached_property
+    def _expert_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """w13 and w2."""
+        L = inner = self.hidden // 2
+        count = _uncached(FLOAT * 16 * 3 * inner * L)
+        w13, w2 = torch.randn(count, 16, 2 * inner, L), torch.randn(count, 16, L, inner)
+        return [*zip(w13 / L, w2, strict=True)]
 
     def mixture(self, N: int) -> Operator:
         """AttnRes over a bank of three and the prefix, and the norm that reads it."""
@@ -290,13 +306,9 @@ class Bench:
         routing = self.backends["torch"].functions.route(
             x, torch.randn(16, L), torch.zeros(16), RouterRule(4), chosen
         )
-        size = FLOAT * 16 * 3 * inner * L
-        weights = _in_turn(
-            lambda: (torch.randn(16, 2 * inner, L) / L, torch.randn(16, L, inner)), size
-        )
-        form = GLUForm(True, 4.0, 25.0)
+        weights, form = itertools.cycle(self._expert_weights), GLUForm(True, 4.0, 25.0)
         forms = self._forms(lambda f: f.mix_experts(x, routing, *next(weights), form))
-        traffic = size * len(chosen.unique()) / 16 + 2 * _size(x)
+        traffic = FLOAT * len(chosen.unique()) * 3 * inner * L + 2 * _size(x)
         return self._operator(f"experts, {_of(N)}", N, 2 * N * 4 * 3 * inner * L, traffic, forms)
 
     # --- latent attention
@@ -362,9 +374,9 @@ def _published_forms(case: ScanCase) -> dict[str, Call]:
     return {name: (lambda scan=scan: scan(*operands, **options)) for name, scan in scans.items()}
 
 
-def _in_turn(make: Callable[[], Any], size: int) -> Iterator[Any]:
-    """Over and over, one after another, as many of a thing of `size` bytes as no cache holds."""
-    return itertools.cycle([make() for _ in range(-(-FLOAT * bench.COPIED // size))])
+def _uncached(size: int) -> int:
+    """How many things of `size` bytes no cache holds."""
+    return -(-FLOAT * bench.COPIED // size)
 
 
 def _size(x: Tensor) -> int:
