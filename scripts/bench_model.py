@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show("prefill", [figure.as_row() for figure in report.prefill])
     show("decode; ms of a step and of its parts", [figure.as_row() for figure in report.decode])
     print("", *growth(report.decode), sep="\n")
+    show("where a step goes: ms of it and of its parts alone", [s.as_row() for s in report.shares])
     for s in report.skipped:
         print(f"skipped: {s.work}, depth {s.depth}, batch {s.batch}: {s.reason}")
     if peer is None:

@@ -12,8 +12,9 @@ rows it reads, not on what they say. One pool of slots and pages serves all cell
 
 What of a decode step depends on d is timed by itself right after it: the latent attention of all
 MLA layers, and the preparing of a step (its checks, and the addresses of the rows it reads). The
-rest is what KDA promises not to grow. Beside the step, not in it: packing the plans of a cache into
-a batch, as the engine's executor does. Not counted: sampling, and the cache itself.
+rest is what KDA promises not to grow; `bench_shares` says where it goes. Beside the step, not in
+it: packing the plans of a cache into a batch, as the engine's executor does. Not counted: sampling,
+and the cache itself.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from kimi_mini.machine import refuse_oversize
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.serving.executor import pack
 from kimi_mini.workbench.bench import medians, using_threads
+from kimi_mini.workbench.bench_shares import Shares, measure_shares
 
 PAGE = 16
 SHALLOW = 16  # tokens before the short rows of a mixed batch
@@ -232,9 +234,11 @@ class Report(NamedTuple):
     decode: list[DecodeFigure]
     skipped: list[Skipped]
     compared: list[Comparison]
+    shares: list[Shares]
 
     def as_json(self) -> dict:
-        measured = {"prefill": self.prefill, "decode": self.decode, "compared": self.compared}
+        names = ("prefill", "decode", "compared", "shares")
+        measured = {name: getattr(self, name) for name in names}
         lists = {name: [figure.as_json() for figure in part] for name, part in measured.items()}
         return lists | {"skipped": [entry._asdict() for entry in self.skipped]}
 
@@ -439,6 +443,7 @@ def measure(
         matched = [cell for cell in cells if peer is not None and _peer_can(cell)]
         beside = {f"peer, {c.name}": _peer_function(peer, stage, c, plan) for c in matched}
         seconds = medians(functions | beside, repeats)
+        shares = _shares(stage, cells, plan, repeats)
     prefill, decode = [], []
     for cell in cells:
         if cell.work is Work.PREFILL:
@@ -450,7 +455,7 @@ def measure(
         _comparison(cell, plan, rates[cell.work, cell.depth], seconds[f"peer, {cell.name}"])
         for cell in matched
     ]
-    return Report(prefill, decode, skipped, compared)
+    return Report(prefill, decode, skipped, compared, shares)
 
 
 def _function(stage: Stage, cell: Cell, plan: Plan) -> Callable[[], object]:
@@ -458,6 +463,24 @@ def _function(stage: Stage, cell: Cell, plan: Plan) -> Callable[[], object]:
         return DecodeTimer(stage, stage.decode_steps(cell, plan.decode_steps), stage.packing(cell))
     steps = stage.prefill_steps(cell, plan.prefill_chunk)
     return lambda: stage.run(steps)
+
+
+def _shares(stage: Stage, cells: Sequence[Cell], plan: Plan, repeats: int) -> list[Shares]:
+    """Of the last piece of a prompt and of a decode step, at each depth of the smallest batch."""
+    smallest = min(cell.batch for cell in cells)
+    shares = []
+    for cell in cells:
+        if cell.batch == smallest:
+            prefill = cell.work is Work.PREFILL
+            steps = (
+                stage.prefill_steps(cell, plan.prefill_chunk)
+                if prefill
+                else stage.decode_steps(cell, 1)
+            )
+            shares.append(
+                measure_shares(stage.model, stage.state, steps[-1], what=cell.name, repeats=repeats)
+            )
+    return shares
 
 
 def _peer_can(cell: Cell) -> bool:

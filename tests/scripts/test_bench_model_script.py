@@ -17,6 +17,7 @@ TINY = ["--model", "nano", "--depths", "0", "40", "--batches", "1", "2", "--prom
 def small_machine(monkeypatch):
     monkeypatch.setattr(bench, "SIDE", 32)
     monkeypatch.setattr(bench, "COPIED", 1 << 10)
+    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 1e-4)
 
 
 def without_transformers(monkeypatch):
@@ -32,7 +33,7 @@ def test_as_a_command_it_prints_both_tables_and_why_nothing_is_compared(tmp_path
     for words in (
         "model nano, parameters 571,856", "dtype float32", "prefill_chunk 16", "GFLOP/s", "GB/s",
         "tokens a row", "latent attention", "all the rest", "(packing)",
-        "16 and one 40", "batch 2, from depth 0 to 40: ",
+        "16 and one 40", "batch 2, from depth 0 to 40: ", "where a step goes", "overhead",
         "no comparison: --no-peer was given",
     ):  # fmt: skip
         assert words in done.stdout, words
@@ -46,7 +47,8 @@ def test_json_has_a_figure_for_every_depth_and_batch(capsys, monkeypatch):
     report = json.loads(done.stdout)
     assert set(report) == {
         "model", "parameters", "dtype", "backend", "prompt", "prefill_chunk", "decode_steps",
-        "repeats", "machine", "peer", "no_peer", "prefill", "decode", "compared", "skipped",
+        "repeats", "machine", "peer", "no_peer", "prefill", "decode", "compared", "shares",
+        "skipped",
     }  # fmt: skip
     assert (report["dtype"], report["machine"]["threads"]) == ("bfloat16", 1)
     assert (report["peer"], report["compared"], report["skipped"]) == (None, [], [])
@@ -62,6 +64,12 @@ def test_json_has_a_figure_for_every_depth_and_batch(capsys, monkeypatch):
         "depth", "batch", "step_ms", "attention_ms", "prepare_ms", "rest_ms", "pack_ms", "shallow",
         "tokens_per_second",
     }  # fmt: skip
+    assert [(s["what"], s["tokens"], s["decode"]) for s in report["shares"]] == [
+        ("prefill, depth 0, batch 1", 8, False),
+        ("prefill, depth 40, batch 1", 8, False),
+        ("decode, depth 0, batch 1", 1, True),
+        ("decode, depth 40, batch 1", 1, True),
+    ]
     assert [f["shallow"] for f in report["decode"]] == [None] * 4 + [16]
     assert [f["row_tokens"] for f in report["prefill"]] == [24, 12, 24, 12]
 
