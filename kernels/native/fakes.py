@@ -5,9 +5,8 @@ import torch
 
 def register() -> None:
     """Tell torch, once the library has been loaded."""
-    for fake in (
-        kda_scan, kda_rows_, few_rows, rms_norm, gated_norm, gated, glu, mix_norm
-    ):  # fmt: skip
+    layers = (few_rows, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
+    for fake in (kda_scan, kda_rows_, *layers):
         torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
 
 
@@ -42,3 +41,13 @@ def glu(gate_up, situ, beta, linear_beta):
 
 def mix_norm(prefix, bank, bank_rms, norm, proj, weight, eps):
     return prefix.new_empty(prefix.shape, dtype=weight.dtype)
+
+
+def route(x, weight, bias, top_k, groups, kept_groups, renormalise, factor, experts):
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    chosen = x.new_empty(x.shape[0], top_k, dtype=torch.long) if experts is None else experts
+    return chosen, x.new_empty(x.shape[0], top_k, dtype=wide)
+
+
+def mix_experts(x, experts, weights, w13, w2, situ, beta, linear_beta):
+    return x.new_empty(x.shape, dtype=weights.dtype)

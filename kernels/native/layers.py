@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.glu import GLUForm
 from kernels.layer_functions import TORCH
 from kernels.native.library import operators
+from kernels.routing import RouterRule, Routing
 
 # Up to so many rows are one pass over the matrix.
 FEW_ROWS = 8
@@ -79,6 +80,29 @@ def mix_norm(
     return operators().mix_norm(prefix, bank, bank_rms, norm, proj, weight, eps)
 
 
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor, rule: RouterRule, experts: Tensor | None = None
+) -> Routing:
+    if not serves(x, weight, bias):
+        return TORCH.route(x, weight, bias, rule, experts)
+    return Routing(*operators().route(x, weight, bias, *rule, experts))
+
+
+def mix_experts(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, form: GLUForm) -> Tensor:
+    if not serves(x, routing.weights, w13, w2):
+        return TORCH.mix_experts(x, routing, w13, w2, form)
+    return operators().mix_experts(
+        x, *routing, w13, w2, form.situ, form.beta or 1.0, form.linear_beta
+    )
+
+
 NATIVE = TORCH._replace(
-    linear=linear, mix_norm=mix_norm, rms_norm=rms_norm, gated_norm=gated_norm, gated=gated, glu=glu
+    linear=linear,
+    mix_norm=mix_norm,
+    rms_norm=rms_norm,
+    gated_norm=gated_norm,
+    gated=gated,
+    glu=glu,
+    route=route,
+    mix_experts=mix_experts,
 )

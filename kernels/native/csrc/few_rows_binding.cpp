@@ -32,7 +32,7 @@ Tensor few_rows(const Tensor& x, const Tensor& weight) {
     using T = decltype(number);
     using A = decltype(element);
     const Tensor wide_x = x.to(wide(dtype));
-    const kda::FewRows<T, A> product{data<T>(wide_x), wide_x.stride(0),     M,
+    const kda::FewRows<T, A, A> product{data<T>(wide_x), wide_x.stride(0),     M,
                                      data<A>(weight), weight.stride(0),     K,
                                      mutable_data<A>(out), N};
     at::parallel_for(0, N, kWorthAThread / (K + 1) + 1,

@@ -2,6 +2,7 @@
 // for them: fused multiply-add and the transpose of a square tile.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -43,6 +44,17 @@ KDA_INLINE Vec<T> load(const T* from) {
 template <class T>
 KDA_INLINE void store(T* to, Vec<T> x) {
   std::memcpy(to, &x, sizeof x);
+}
+
+// Keep x in its register: a compiler may load it anew for every use, and loads are what a tile of
+// products waits for.
+template <class T>
+KDA_INLINE void keep(Vec<T>& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX2__)
+  asm("" : "+x"(x));
+#endif
 }
 
 // Ask for `count` numbers that will be read soon; heads of a token lie too far apart for the
@@ -90,22 +102,49 @@ KDA_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, std::integer_sequence<int, i...
   return __builtin_shufflevector(a, b, (first + i / 2 + (i % 2) * n)...);
 }
 
-// the lanes of x, each in the place that its number has with one bit turned
-template <class T, int bit, int... i>
-KDA_INLINE Vec<T> exchanged(Vec<T> x, std::integer_sequence<int, i...>) {
-  return __builtin_shufflevector(x, x, (i ^ bit)...);
+// Vectors a and b, each `groups` sums in as many runs of lanes → twice as many sums in runs of half
+// the length, a's before b's.
+template <class T, int groups, int... i>
+KDA_INLINE Vec<T> merge(Vec<T> a, Vec<T> b, std::integer_sequence<int, i...>) {
+  constexpr int L = sizeof...(i), run = L / groups, half = run / 2;
+  const Vec<T> low = __builtin_shufflevector(a, b, (i / half * run + i % half)...);
+  const Vec<T> high = __builtin_shufflevector(a, b, (i / half * run + i % half + half)...);
+  return low + high;
+}
+
+// Every run of lanes → its sum in each of its lanes.
+template <class T, int run, int... i>
+KDA_INLINE Vec<T> sum_of_runs(Vec<T> x, std::integer_sequence<int, i...> lanes) {
+  if constexpr (run == 1) {
+    return x;
+  } else {
+    const Vec<T> sum = x + __builtin_shufflevector(x, x, (i ^ run / 2)...);
+    return sum_of_runs<T, run / 2>(sum, lanes);
+  }
 }
 
 }  // namespace detail
 
-// The lanes' sum, halves upon halves.
-template <class T, int half = kLanes<T> / 2>
-KDA_INLINE T sum_of_lanes(Vec<T> x) {
-  if constexpr (half == 0) {
-    return x[0];
-  } else {
-    constexpr auto lanes = std::make_integer_sequence<int, kLanes<T>>{};
-    return sum_of_lanes<T, half / 2>(x + detail::exchanged<T, half>(x, lanes));
+// The sums of the lanes of `count` vectors, each halves upon halves, whatever the count: sums[i] of
+// x[i]. As many as a power of two are added up together.
+template <class T, int count, int groups = 1>
+KDA_INLINE void sums_of_lanes(T* sums, const Vec<T>* x) {
+  constexpr int L = kLanes<T>, run = L / groups, together = std::bit_floor(unsigned(count));
+  constexpr auto lanes = std::make_integer_sequence<int, L>{};
+  if constexpr (together < count) {
+    sums_of_lanes<T, together, groups>(sums, x);
+    sums_of_lanes<T, count - together, groups>(sums + together * groups, x + together);
+  } else if constexpr (count > 1 && run > 1) {
+    Vec<T> merged[count / 2];
+    for (int i = 0; i < count / 2; ++i) {
+      merged[i] = detail::merge<T, groups>(x[2 * i], x[2 * i + 1], lanes);
+    }
+    sums_of_lanes<T, count / 2, 2 * groups>(sums, merged);
+  } else if constexpr (run > 1) {
+    const Vec<T> sum = detail::sum_of_runs<T, run>(x[0], lanes);
+    for (int g = 0; g < groups; ++g) sums[g] = sum[g * run];
+  } else {  // every lane is a sum
+    for (int i = 0; i < count; ++i) store(sums + i * L, x[i]);
   }
 }
 
