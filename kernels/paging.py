@@ -67,12 +67,25 @@ class Destinations(NamedTuple):
     index: RowIndex  # [kept] each
 
 
+class PagedRows(NamedTuple):
+    """All rows that own tokens, in their order, for a kernel that reads pages where they lie.
+
+    spans [B, 3] int64: first token in the batch, tokens, latent rows (context + tokens);
+    pages [B, P] int64, whatever beyond what a row needs
+    """
+
+    spans: Tensor
+    pages: Tensor
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The rows of one step as latent attention sees them; empty rows are in no group."""
+    """The rows of one step as latent attention sees them; empty rows are in no group. `rows` are
+    those of `extend` and `decode` once more."""
 
     extend: tuple[ExtendRow, ...]
     decode: tuple[DecodeRows, ...]
+    rows: PagedRows
 
 
 def read_rows(pool: Tensor, pages: Tensor, count: int, beyond: Tensor | None = None) -> Tensor:
@@ -136,7 +149,10 @@ def build_attention_metadata(
         whole = len(rows) == starts[-1]
         tokens = slice(0, len(rows)) if whole else torch.tensor([begins[r] for r in rows])
         decode.append(_decode_rows(tokens, table[rows], [totals[r] for r in rows], page))
-    return AttentionMetadata(tuple(extend), tuple(decode))
+    occupied = [r for r, length in enumerate(lengths) if length]
+    spans = torch.tensor([(begins[r], lengths[r], totals[r]) for r in occupied], dtype=torch.long)
+    rows = PagedRows(spans.view(-1, 3), table[occupied])
+    return AttentionMetadata(tuple(extend), tuple(decode), rows)
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:

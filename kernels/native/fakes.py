@@ -5,7 +5,17 @@ import torch
 
 def register() -> None:
     """Tell torch, once the library has been loaded."""
-    layers = (few_rows, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
+    layers = (
+        few_rows,
+        rms_norm,
+        gated_norm,
+        gated,
+        glu,
+        mix_norm,
+        route,
+        mix_experts,
+        latent_attention,
+    )
     for fake in (kda_scan, kda_rows_, *layers):
         torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
 
@@ -51,3 +61,9 @@ def route(x, weight, bias, top_k, groups, kept_groups, renormalise, factor, expe
 
 def mix_experts(x, experts, weights, w13, w2, situ, beta, linear_beta):
     return x.new_empty(x.shape, dtype=weights.dtype)
+
+
+def latent_attention(q, pool, kv_b, spans, pages):
+    nope = q.shape[2] - (pool.shape[2] - kv_b.shape[2])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:2], kv_b.shape[1] - nope, dtype=wide)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.glu import GLUForm
 from kernels.layer_functions import TORCH
 from kernels.native.library import operators
+from kernels.paging import AttentionMetadata
 from kernels.routing import RouterRule, Routing
 
 # Up to so many rows are one pass over the matrix.
@@ -96,6 +97,12 @@ def mix_experts(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, form: GLUF
     )
 
 
+def attend(q: Tensor, pool: Tensor, kv_b: Tensor, step: AttentionMetadata) -> Tensor:
+    if not serves(q, pool, kv_b) or not q.dtype == pool.dtype == kv_b.dtype:
+        return TORCH.attend(q, pool, kv_b, step)
+    return operators().latent_attention(q, pool, kv_b, *step.rows)
+
+
 NATIVE = TORCH._replace(
     linear=linear,
     mix_norm=mix_norm,
@@ -105,4 +112,5 @@ NATIVE = TORCH._replace(
     glu=glu,
     route=route,
     mix_experts=mix_experts,
+    attend=attend,
 )

@@ -167,7 +167,9 @@ def run_layer(
 
     def forward(tokens: Tensor, *rows: Sequence) -> Tensor:
         plan = dispatcher.plan(*rows, num_slots=slots)
-        return layer(x[tokens], Step(dispatcher, plan, AttentionMetadata((), None), None), state)
+        return layer(
+            x[tokens], Step(dispatcher, plan, AttentionMetadata((), None, None), None), state
+        )
 
     with torch.no_grad():
         outputs = run_rows(lengths, steps, forward)

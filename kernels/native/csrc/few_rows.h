@@ -67,13 +67,16 @@ KDA_INLINE void meet(const FewRows<T, A, Y>& product, int64_t m, int64_t n) {
   for (int i = 0; i < rows * columns; ++i) both[i] = even[i] + odd[i];
   T sums[rows * columns];
   sums_of_lanes<T, rows * columns>(sums, both);
-  for (int i = 0; i < rows * columns; ++i) {
-    const int r = i / columns, c = i % columns;
-    for (int64_t rest = k; rest < product.K; ++rest) {
-      const T weight = widen<T>(w[c * product.w_stride + rest]);
-      sums[i] = fma1(weight, x[r * product.x_stride + rest], sums[i]);
+  for (; k < product.K; ++k) {
+    for (int i = 0; i < rows * columns; ++i) {
+      const T weight = widen<T>(w[i % columns * product.w_stride + k]);
+      sums[i] = fma1(weight, x[i / columns * product.x_stride + k], sums[i]);
     }
-    product.out[(m + r) * product.out_stride + n + c] = narrow<Y>(sums[i]);
+  }
+  Y* out = product.out + m * product.out_stride + n;
+#pragma GCC unroll 16
+  for (int i = 0; i < rows * columns; ++i) {
+    out[i / columns * product.out_stride + i % columns] = narrow<Y>(sums[i]);
   }
 }
 
