@@ -17,9 +17,11 @@ from torch import Tensor
 from kernels.attn_res import mix_norm
 from kernels.experts import mix_experts
 from kernels.glu import glu
+from kernels.kda import KDAInputs
 from kernels.latent_attention import attend
 from kernels.norms import gated, gated_norm, rms_norm
 from kernels.routing import Routing, route
+from kernels.sublayers import kda_inputs, kda_output, mla_inputs, mla_output, mlp, moe
 
 
 class LayerFunctions(NamedTuple):
@@ -34,8 +36,28 @@ class LayerFunctions(NamedTuple):
     route: Callable[..., Routing]
     mix_experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
+    kda_inputs: Callable[..., tuple[KDAInputs, Tensor]]
+    kda_output: Callable[..., Tensor]
+    mla_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    mla_output: Callable[..., Tensor]
+    mlp: Callable[..., Tensor]
+    moe: Callable[..., Tensor]
 
 
 TORCH = LayerFunctions(
-    F.linear, mix_norm, rms_norm, gated_norm, gated, glu, route, mix_experts, attend
+    linear=F.linear,
+    mix_norm=mix_norm,
+    rms_norm=rms_norm,
+    gated_norm=gated_norm,
+    gated=gated,
+    glu=glu,
+    route=route,
+    mix_experts=mix_experts,
+    attend=attend,
+    kda_inputs=kda_inputs,
+    kda_output=kda_output,
+    mla_inputs=mla_inputs,
+    mla_output=mla_output,
+    mlp=mlp,
+    moe=moe,
 )

@@ -5,18 +5,9 @@ import torch
 
 def register() -> None:
     """Tell torch, once the library has been loaded."""
-    layers = (
-        few_rows,
-        rms_norm,
-        gated_norm,
-        gated,
-        glu,
-        mix_norm,
-        route,
-        mix_experts,
-        latent_attention,
-    )
-    for fake in (kda_scan, kda_rows_, *layers):
+    layers = (few_rows, linear, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
+    sublayers = (kda_inputs, kda_output, mla_inputs, mla_output, mlp, moe)
+    for fake in (kda_scan, kda_rows_, latent_attention, *layers, *sublayers):
         torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
 
 
@@ -31,6 +22,10 @@ def kda_rows_(qkv, gate, beta, conv_weight, A_log, dt_bias, lower_bound, recurre
 
 def few_rows(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def linear(x, weight):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def rms_norm(x, weight, eps):
@@ -61,6 +56,36 @@ def route(x, weight, bias, top_k, groups, kept_groups, renormalise, factor, expe
 
 def mix_experts(x, experts, weights, w13, w2, situ, beta, linear_beta):
     return x.new_empty(x.shape, dtype=weights.dtype)
+
+
+def kda_inputs(x, in_proj, widths, f_b, g_b, heads):
+    qkv, _, beta, g = linear(x, in_proj).split(widths, -1)
+    decay = x.new_empty(x.shape[0], heads, f_b.shape[0] // heads)
+    return qkv, decay, beta, g if g_b is None else linear(g, g_b)
+
+
+def kda_output(o, gate, norm, eps, o_proj):
+    return linear(gate, o_proj)
+
+
+def mla_inputs(x, in_proj, widths, q_norm, q_b, kv_norm, eps, heads):
+    q, c, r, gate = linear(x, in_proj).split(widths, -1)
+    if q_b is not None:
+        q = linear(q, q_b)
+    rows = x.new_empty(x.shape[0], c.shape[1] + r.shape[1])
+    return q.unflatten(-1, (heads, -1)), rows, gate
+
+
+def mla_output(o, gate, o_proj):
+    return gate.new_empty(o.shape[0], o_proj.shape[0])
+
+
+def mlp(x, *_rest):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def moe(x, *_rest):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def latent_attention(q, pool, kv_b, spans, pages):

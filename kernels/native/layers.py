@@ -3,7 +3,7 @@
 Each has the signature of its torch twin and is that twin where the operators do not serve: where
 gradients are asked for, and for dtypes other than float32, bfloat16 (with float32 beside it) and
 float64. Every token gets the same bits whatever is beside it and on however many threads, except
-from `linear`, which is one product for few rows and another for many.
+where `linear` is part of it, which is one product for few rows and another for many.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.glu import GLUForm
+from kernels.kda import KDAInputs
 from kernels.layer_functions import TORCH
 from kernels.native.library import operators
 from kernels.paging import AttentionMetadata
 from kernels.routing import RouterRule, Routing
-
-# Up to so many rows are one pass over the matrix.
-FEW_ROWS = 8
+from kernels.sublayers import KDAProjections, MLAProjections, MoEWeights
 
 _SINGLE = {torch.float32, torch.bfloat16}
 _DOUBLE = {torch.float64}
@@ -36,9 +35,9 @@ def serves(*tensors: Tensor | None) -> bool:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Few rows meet a matrix in one pass over it; many are torch's business."""
-    if x.dim() != 2 or x.shape[0] > FEW_ROWS or not serves(x, weight):
+    if not serves(x, weight):
         return TORCH.linear(x, weight)
-    return operators().few_rows(x, weight)
+    return operators().linear(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,6 +96,50 @@ def mix_experts(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, form: GLUF
     )
 
 
+def kda_inputs(x: Tensor, weights: KDAProjections, heads: int) -> tuple[KDAInputs, Tensor]:
+    if not serves(x, weights.in_proj):
+        return TORCH.kda_inputs(x, weights, heads)
+    *inputs, gate = operators().kda_inputs(x, *weights, heads)
+    return KDAInputs(*inputs), gate
+
+
+def kda_output(o: Tensor, gate: Tensor, norm: Tensor, eps: float, o_proj: Tensor) -> Tensor:
+    if not serves(o, gate, norm, o_proj):
+        return TORCH.kda_output(o, gate, norm, eps, o_proj)
+    return operators().kda_output(o, gate, norm, eps, o_proj)
+
+
+def mla_inputs(x: Tensor, weights: MLAProjections, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not serves(x, weights.in_proj):
+        return TORCH.mla_inputs(x, weights, heads)
+    return operators().mla_inputs(x, *weights, heads)
+
+
+def mla_output(o: Tensor, gate: Tensor, o_proj: Tensor) -> Tensor:
+    if not serves(o, gate, o_proj):
+        return TORCH.mla_output(o, gate, o_proj)
+    return operators().mla_output(o, gate, o_proj)
+
+
+def mlp(x: Tensor, gate_up: Tensor, down: Tensor, form: GLUForm) -> Tensor:
+    if not serves(x, gate_up, down):
+        return TORCH.mlp(x, gate_up, down, form)
+    return operators().mlp(x, gate_up, down, form.situ, form.beta or 1.0, form.linear_beta)
+
+
+def moe(
+    x: Tensor,
+    weights: MoEWeights,
+    rule: RouterRule,
+    form: GLUForm,
+    experts: Tensor | None = None,
+) -> Tensor:
+    if not serves(x, weights.router, weights.w13):
+        return TORCH.moe(x, weights, rule, form, experts)
+    glu_form = (form.situ, form.beta or 1.0, form.linear_beta)
+    return operators().moe(x, *weights, *rule, *glu_form, experts)
+
+
 def attend(q: Tensor, pool: Tensor, kv_b: Tensor, step: AttentionMetadata) -> Tensor:
     if not serves(q, pool, kv_b) or not q.dtype == pool.dtype == kv_b.dtype:
         return TORCH.attend(q, pool, kv_b, step)
@@ -113,4 +156,10 @@ NATIVE = TORCH._replace(
     route=route,
     mix_experts=mix_experts,
     attend=attend,
+    kda_inputs=kda_inputs,
+    kda_output=kda_output,
+    mla_inputs=mla_inputs,
+    mla_output=mla_output,
+    mlp=mlp,
+    moe=moe,
 )

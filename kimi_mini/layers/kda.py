@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kernels.dispatcher import KDAState
-from kernels.kda import KDAInputs, KDAWeights
+from kernels.kda import KDAWeights
+from kernels.sublayers import KDAProjections
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
-from kimi_mini.layers.norm import GatedHeadNorm
+from kimi_mini.layers.norm import HeadNorm
 from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
 
 
@@ -29,7 +30,7 @@ class KimiDeltaAttention(KeepsFloat32):
         super().__init__()
         kda = config.linear_attn_config
         H, D, width = kda.num_heads, kda.head_dim, config.kda_width
-        self.heads = (H, D)
+        self.heads = H
         self.lower_bound = kda.gate_lower_bound
         self.widths = [3 * width, D, H, width if kda.use_full_rank_gate else D]
         self.in_proj = Linear(config.hidden_size, sum(self.widths), dtype)
@@ -39,16 +40,16 @@ class KimiDeltaAttention(KeepsFloat32):
         self.conv_weight = unfilled(3 * width, kda.short_conv_kernel_size, dtype=float32)
         self.A_log = unfilled(H, dtype=float32)
         self.dt_bias = unfilled(H, D, dtype=float32)
-        self.o_norm = GatedHeadNorm(D, config.rms_norm_eps, dtype)
+        self.o_norm = HeadNorm(D, config.rms_norm_eps, dtype)
         self.o_proj = Linear(width, config.hidden_size, dtype)
 
     def forward(self, x: Tensor, step: Step, state: KDAState | None) -> Tensor:
         """state None: from zeros, nothing kept."""
         functions = step.dispatcher.functions
-        qkv, f_a, b, g = self.in_proj(x, functions).split(self.widths, -1)
-        decay = self.f_b_proj(f_a, functions).unflatten(-1, self.heads)
-        inputs = KDAInputs(qkv, decay, b)
+        g_b = None if self.g_b_proj is None else self.g_b_proj.weight
+        projections = KDAProjections(self.in_proj.weight, self.widths, self.f_b_proj.weight, g_b)
+        inputs, gate = functions.kda_inputs(x, projections, self.heads)
         weights = KDAWeights(self.conv_weight, self.A_log, self.dt_bias, self.lower_bound)
         o = step.dispatcher.mixed(inputs, weights, state, step.kda)  # [N, H, D]
-        gate = g if self.g_b_proj is None else self.g_b_proj(g, functions)
-        return self.o_proj(self.o_norm(o, gate, functions), functions)
+        norm = self.o_norm
+        return functions.kda_output(o, gate, norm.weight, norm.eps, self.o_proj.weight)

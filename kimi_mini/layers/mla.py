@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.paging import write_rows
+from kernels.sublayers import MLAProjections
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
 from kimi_mini.layers.norm import RMSNorm
@@ -27,7 +28,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         H, nope, V = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
         L, R, eps = config.kv_lora_rank, config.qk_rope_head_dim, config.latent_norm_eps
-        self.heads = (H, nope + R)
+        self.heads = H
         self.expand = (H, nope + V, L)
         queries = H * (nope + R)
         lora = config.q_lora_rank
@@ -42,15 +43,22 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, step: Step, pool: Tensor | None) -> Tensor:
         """pool [pages, page, L+R], changed at step.destinations; None: the batch's own rows."""
         functions = step.dispatcher.functions
-        q, c, r, g = self.in_proj(x, functions).split(self.widths, -1)
-        if self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q, functions), functions)
-        rows = torch.cat([self.kv_a_layernorm(c, functions), r], -1)  # [N, L+R]
+        q, rows, gate = functions.mla_inputs(x, self._projections(), self.heads)
         if pool is None:
             pool = rows.unsqueeze(1)
         else:
             write_rows(pool, rows, step.destinations)
         kv_b = self.kv_b_proj.weight.view(self.expand)
-        o = functions.attend(q.unflatten(-1, self.heads), pool, kv_b, step.attention).flatten(1)
-        y = functions.gated(o, g) if g.shape[-1] else o.to(x.dtype)
-        return self.o_proj(y, functions)
+        o = functions.attend(q, pool, kv_b, step.attention)
+        return functions.mla_output(o, gate, self.o_proj.weight)
+
+    def _projections(self) -> MLAProjections:
+        lora, norm = self.q_b_proj is not None, self.kv_a_layernorm
+        return MLAProjections(
+            self.in_proj.weight,
+            self.widths,
+            self.q_a_layernorm.weight if lora else None,
+            self.q_b_proj.weight if lora else None,
+            norm.weight,
+            norm.eps,
+        )

@@ -28,5 +28,4 @@ class MLP(nn.Module):
         self.form = glu_form(config)
 
     def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
-        inner = functions.glu(self.gate_up_proj(x, functions), self.form)
-        return self.down_proj(inner, functions)
+        return functions.mlp(x, self.gate_up_proj.weight, self.down_proj.weight, self.form)

@@ -5,7 +5,8 @@
     y     = up RMSNorm(a) + down act(g, u)                 norm on the aggregate; shared unweighted
 
 The latent l is there in K3; without it the experts see x. The router's product stands alone: it is
-float32 in a bf16 model too, for rounded scores would merge neighbouring experts.
+float32 in a bf16 model too, for rounded scores would merge neighbouring experts. The formulas are
+`kernels.sublayers.moe`; here is where the weights stand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.layer_functions import TORCH, LayerFunctions
 from kernels.routing import RouterRule, Routing
+from kernels.sublayers import MoEWeights
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.mlp import glu_form
@@ -38,13 +40,8 @@ class Router(KeepsFloat32):
         self.proj = Linear(config.hidden_size, config.num_experts, dtype)
         self.e_score_correction_bias = unfilled(config.num_experts, dtype=at_least_float32(dtype))
 
-    def forward(
-        self, x: Tensor, functions: LayerFunctions = TORCH, experts: Tensor | None = None
-    ) -> Routing:
-        """experts [N, k]: take these choices instead of making them (decision 9)."""
-        return functions.route(
-            x, self.proj.weight, self.e_score_correction_bias, self.rule, experts
-        )
+    def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Routing:
+        return functions.route(x, self.proj.weight, self.e_score_correction_bias, self.rule)
 
 
 class Experts(nn.Module):
@@ -55,11 +52,6 @@ class Experts(nn.Module):
         E, inner = config.num_experts, config.moe_intermediate_size
         self.w13 = unfilled(E, 2 * inner, width, dtype=dtype)
         self.w2 = unfilled(E, width, inner, dtype=dtype)
-        self.form = glu_form(config)
-
-    def forward(self, x: Tensor, routing: Routing, functions: LayerFunctions = TORCH) -> Tensor:
-        """Weighted sum over the chosen experts: x [N, L] → [N, L] in float32 (float64)."""
-        return functions.mix_experts(x, routing, self.w13, self.w2, self.form)
 
 
 class SparseMoE(nn.Module):
@@ -79,17 +71,26 @@ class SparseMoE(nn.Module):
         self.shared_down_proj = Linear(shared, hidden, dtype) if shared else None
         self.form = glu_form(config)
 
-    def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
-        routing = self.gate(x, functions)
-        latent = gate_up = x
-        if self.in_proj is not None:
-            latent, gate_up = self.in_proj(x, functions).split(self.widths, -1)
-        routed = x if self.routed_expert_up_proj is None else latent
-        y = self.experts(routed, routing, functions).to(x.dtype)
-        if self.routed_expert_norm is not None:
-            y = self.routed_expert_norm(y, functions)
-        if self.routed_expert_up_proj is not None:
-            y = self.routed_expert_up_proj(y, functions)
-        if self.shared_down_proj is not None:
-            y = y + self.shared_down_proj(functions.glu(gate_up, self.form), functions)
-        return y
+    def forward(
+        self, x: Tensor, functions: LayerFunctions = TORCH, experts: Tensor | None = None
+    ) -> Tensor:
+        """experts [N, k]: take these choices instead of the router's (decision 9)."""
+        return functions.moe(x, self._weights(), self.gate.rule, self.form, experts)
+
+    def _weights(self) -> MoEWeights:
+        def weight(module: nn.Module | None) -> Tensor | None:
+            return None if module is None else module.weight
+
+        gate, experts, norm = self.gate, self.experts, self.routed_expert_norm
+        return MoEWeights(
+            gate.proj.weight,
+            gate.e_score_correction_bias,
+            weight(self.in_proj),
+            self.widths,
+            experts.w13,
+            experts.w2,
+            weight(norm),
+            0.0 if norm is None else norm.eps,
+            weight(self.routed_expert_up_proj),
+            weight(self.shared_down_proj),
+        )

@@ -23,15 +23,11 @@ class RMSNorm(nn.Module):
         return functions.rms_norm(x, self.weight, self.eps)
 
 
-class GatedHeadNorm(KeepsFloat32):
-    """The KDA o_norm, then the output gate: one weight vector for all heads, published as
-    float32."""
+class HeadNorm(KeepsFloat32):
+    """The KDA o_norm: one weight vector for all heads, published as float32. The output gate comes
+    right behind it, so `kernels.sublayers.kda_output` applies both."""
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = unfilled(width, dtype=at_least_float32(dtype))
         self.eps = eps
-
-    def forward(self, o: Tensor, gate: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
-        """o [N, H, V], gate logits [N, H*V] → [N, H*V] in the dtype of the gate."""
-        return functions.gated_norm(o, gate, self.weight, self.eps)

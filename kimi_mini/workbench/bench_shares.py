@@ -25,7 +25,8 @@ from torch import Tensor
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.layer_functions import LayerFunctions
 from kernels.numerics import compute_dtype
-from kernels.routing import Routing
+from kernels.routing import RouterRule, Routing, route
+from kernels.sublayers import MoEWeights
 from kimi_mini.batch import ForwardBatch, ModelState
 from kimi_mini.model import KimiForCausalLM
 from kimi_mini.workbench.bench import Limits, limit_probes, limits_from, medians
@@ -150,18 +151,42 @@ def recorded(dispatcher: KDAKernelDispatcher) -> Iterator[list[Call]]:
         del dispatcher.mixed
 
 
+@torch.inference_mode()
 def products_of(call: Call) -> list[Product]:
     """The matrix products that a call makes; those of attention count as attention."""
-    match call.name:
-        case "linear":
-            return [Product(*call.args)]
-        case "route":
-            x, weight = call.args[:2]
-            dtype = compute_dtype(x)
-            return [Product(x.to(dtype), weight.to(dtype))]
-        case "mix_experts":
-            return _expert_products(*call.args[:4])
+    match call.name, call.args:
+        case "linear", (x, weight):
+            return [Product(x, weight)]
+        case "kda_inputs", (x, weights, _):
+            first = Product(x, weights.in_proj)
+            return [first, *(_like(x, w) for w in (weights.f_b, weights.g_b) if w is not None)]
+        case "mla_inputs", (x, weights, _):
+            first = Product(x, weights.in_proj)
+            return [first] if weights.q_b is None else [first, _like(x, weights.q_b)]
+        case "kda_output" | "mla_output", (_, gate, *_, o_proj):
+            return [_like(gate, o_proj)]
+        case "mlp", (x, gate_up, down, _):
+            return [Product(x, gate_up), _like(x, down)]
+        case "moe", (x, weights, rule, *_):
+            return _moe_products(x, weights, rule)
     return []
+
+
+def _like(x: Tensor, weight: Tensor) -> Product:
+    """With as many rows as x, but some other input."""
+    return Product(x.new_ones(x.shape[0], weight.shape[1]), weight)
+
+
+def _moe_products(x: Tensor, weights: MoEWeights, rule: RouterRule) -> list[Product]:
+    dtype = compute_dtype(x)
+    routing = route(x, weights.router, weights.bias, rule)
+    routed = x.new_ones(x.shape[0], weights.w13.shape[-1])
+    return [
+        Product(x.to(dtype), weights.router.to(dtype)),
+        *([] if weights.in_proj is None else [Product(x, weights.in_proj)]),
+        *_expert_products(routed, routing, weights.w13, weights.w2),
+        *(_like(x, w) for w in (weights.up, weights.shared_down) if w is not None),
+    ]
 
 
 def _expert_products(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor) -> list[Product]:

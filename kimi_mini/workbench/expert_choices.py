@@ -28,7 +28,7 @@ class ExpertChoices:
     next call is about to see, in its own order."""
 
     def __init__(self, net: KimiForCausalLM) -> None:
-        self.experts: list[Tensor] = [torch.empty(0)] * len(routers(net))
+        self.experts: list[Tensor] = [torch.empty(0)] * len(mixtures(net))
         self.tokens = torch.empty(0, dtype=torch.long)
 
     @contextlib.contextmanager
@@ -36,12 +36,12 @@ class ExpertChoices:
         """Keep the choices of one call over all tokens in order."""
 
         def keep(i: int) -> Callable:
-            def hook(module: nn.Module, args: tuple, routing: tuple) -> None:
-                self.experts[i] = routing.experts
+            def hook(module: nn.Module, args: tuple) -> None:
+                self.experts[i] = module.gate(*args).experts
 
             return hook
 
-        with _hooks(r.register_forward_hook(keep(i)) for i, r in enumerate(routers(net))):
+        with _hooks(m.register_forward_pre_hook(keep(i)) for i, m in enumerate(mixtures(net))):
             yield
 
     @contextlib.contextmanager
@@ -55,15 +55,15 @@ class ExpertChoices:
             return hook
 
         with _hooks(
-            r.register_forward_pre_hook(give(i), with_kwargs=True)
-            for i, r in enumerate(routers(net))
+            m.register_forward_pre_hook(give(i), with_kwargs=True)
+            for i, m in enumerate(mixtures(net))
         ):
             yield
 
 
-def routers(net: KimiForCausalLM) -> list[nn.Module]:
-    """The routers of the model's MoE layers, in order."""
-    return [layer.block_sparse_moe.gate for layer in net.model.layers if layer.moe]
+def mixtures(net: KimiForCausalLM) -> list[nn.Module]:
+    """The mixtures of experts of the model, in order of its layers."""
+    return [layer.block_sparse_moe for layer in net.model.layers if layer.moe]
 
 
 @contextlib.contextmanager

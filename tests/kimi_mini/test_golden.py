@@ -11,7 +11,6 @@ import torch
 
 from kernels.attn_res import mix
 from kimi_mini.layers.attn_res import AttnResidual
-from kimi_mini.layers.kda import KimiDeltaAttention
 from tests.kimi_mini.golden_cases import (
     FOLDER,
     NAMES,
@@ -120,13 +119,15 @@ def record(model, run):
         watch(layer.self_attn, f"L{i}.attn_out", lambda a, o: o)
         watch(layer.block_sparse_moe if layer.moe else layer.mlp, f"L{i}.mlp_out", lambda a, o: o)
         watch(layer, f"L{i}.out", lambda a, o: o.prefix)
-        if isinstance(layer.self_attn, KimiDeltaAttention):
-            watch(layer.self_attn.o_norm, f"L{i}.kda_core", lambda a, o: a[0])
         if layer.moe:
-            watch(layer.block_sparse_moe.gate, f"L{i}.routing", lambda a, o: o)
+            routed = layer.block_sparse_moe
+            watch(routed, f"L{i}.routing", lambda a, _, gate=routed.gate: gate(*a))
     watch_mixture(model.model.output_attn_res, "final_mix")
     hooks.append(model.lm_head.register_forward_pre_hook(lambda _, a: seen.update(final_norm=a[0])))
+    cores, core = [f"L{i}.kda_core" for i in model.config.kda_layer_ids], model.dispatcher.mixed
+    model.dispatcher.mixed = lambda *args: seen.setdefault(cores.pop(0), core(*args))
     run()
+    del model.dispatcher.mixed
     for hook in hooks:
         hook.remove()
     return seen

@@ -374,7 +374,7 @@ def test_state_carries_no_graph_and_may_be_written_in_any_mode():
         ),
         (dict(query_start=torch.tensor([0, 3])), "beyond the 2 tokens"),
         (dict(query_start=torch.tensor([0, 2, 2])), "2 rows, but there are 1 slots"),
-        (dict(exports=torch.tensor([[0, 1, 3]])), "multiple of 16"),
+        (dict(exports=torch.tensor([[0, 3, 3]])), "after 3 tokens"),
         (dict(exports=torch.tensor([[0, 2, 1]])), "slot 1, which this batch uses already"),
         (dict(logits_at=torch.tensor([2])), "logits_at must lie in 0..1"),
     ],
@@ -385,6 +385,15 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_state_untouched(changes, 
     sequence = Sequence(net, state, 1, torch.tensor([3]))
     with pytest.raises(ValueError, match=message):
         net.forward_batch(batch_of(sequence, ids(2), **changes), state)
+    assert all(part.isnan().all() for part in state)
+
+
+def test_an_export_off_the_grid_of_its_backend_is_refused():
+    net = model(dtype=torch.float32, backend="torch")
+    state = poisoned_state(net, slots=3, pages=6, page=4)
+    sequence = Sequence(net, state, 1, torch.tensor([3]))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        net.forward_batch(batch_of(sequence, ids(2), exports=torch.tensor([[0, 1, 3]])), state)
     assert all(part.isnan().all() for part in state)
 
 

@@ -80,9 +80,9 @@ def test_resuming_without_one_of_the_two_kda_states_is_wrong(kind):
 def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
     """BR-69: at 2 a sigmoid gives 0.8808, a SiLU 1.7616; at 1 both give 0.7311."""
     layer = kda_layer(variant(use_full_rank_gate=False))
-    seen = {}
-    layer.o_norm.register_forward_pre_hook(lambda _, args: seen.update(o=args[0]))
-    layer.o_proj.register_forward_pre_hook(lambda _, args: seen.update(y=args[0]))
+    dispatcher, seen = KDAKernelDispatcher(), []
+    core = dispatcher.mixed
+    dispatcher.mixed = lambda *args: seen.append(core(*args)) or seen[-1]
     with torch.no_grad():
         layer.in_proj.weight[-32:] = 0
         layer.in_proj.weight[-32, 0] = 1.0
@@ -90,10 +90,10 @@ def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
         layer.g_b_proj.weight[:, 0] = gate
     x = tokens(5)
     x[:, 0] = 1.0
-    layer(x, stateless_step(1, 5, KDAKernelDispatcher()), None)
-    normed = rms_norm(seen["o"], layer.o_norm.weight, layer.o_norm.eps).flatten(1)
-    expected = normed * (0.8807970779778823 if gate > 0 else 0.11920292202211755)
-    torch.testing.assert_close(seen["y"], expected, rtol=0, atol=1e-12)
+    got = layer(x, stateless_step(1, 5, dispatcher), None)
+    normed = rms_norm(*seen, layer.o_norm.weight, layer.o_norm.eps).flatten(1)
+    gated = normed * (0.8807970779778823 if gate > 0 else 0.11920292202211755)
+    torch.testing.assert_close(got, gated @ layer.o_proj.weight.T, rtol=0, atol=1e-12)
 
 
 def test_two_requests_interleaved_layer_by_layer_do_not_see_each_other():

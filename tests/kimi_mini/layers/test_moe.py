@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from kernels import experts as sharing
+from kernels.experts import mix_experts
 from kernels.glu import situ_glu
-from kernels.routing import Routing, select_experts
+from kernels.routing import Routing, route, select_experts
 from kimi_mini import preset
+from kimi_mini.layers.mlp import glu_form
 from kimi_mini.layers.moe import Experts, Router, SparseMoE
 
 
@@ -133,7 +135,8 @@ def test_given_choices_are_taken_and_weighed_by_the_own_scores():
     router = filled(Router(config(), torch.float32))
     x = tokens(5, 64)
     forced = torch.tensor([[7, 1]] * 5)
-    routing = router(x, experts=forced)
+    weights = (router.proj.weight, router.e_score_correction_bias)
+    routing = route(x, *weights, router.rule, forced)
     assert torch.equal(routing.experts, forced)
     scores = torch.sigmoid(x @ router.proj.weight.T).gather(1, forced)
     torch.testing.assert_close(routing.weights, scores / scores.sum(-1, keepdim=True))
@@ -165,7 +168,7 @@ def test_every_way_of_sharing_tokens_out_gives_the_loop_over_choices(n, imbalanc
     routing = Routing(scores.argsort(1)[:, -2:], torch.rand(n, 2, generator=generator).double())
     x = tokens(n, 32).double()
     betas = (shape.activation_situ_beta, shape.activation_situ_linear_beta)
-    got = experts(x, routing)
+    got = mix_experts(x, routing, experts.w13, experts.w2, glu_form(shape))
     assert got.shape == (n, 32)
     torch.testing.assert_close(got, expert_loop(experts, x, routing, betas), rtol=0, atol=1e-12)
 
@@ -179,7 +182,8 @@ def test_decode_sized_batches_run_no_loop_over_experts(monkeypatch):
     experts = filled(Experts(shape, 128, torch.float32))
     for n in (*range(1, 33), 64, 128):
         chosen = torch.rand(n, 32).argsort(1)[:, :4]
-        experts(tokens(n, 128), Routing(chosen, torch.rand(n, 4)))
+        routing = Routing(chosen, torch.rand(n, 4))
+        mix_experts(tokens(n, 128), routing, experts.w13, experts.w2, glu_form(shape))
 
 
 def test_norm_follows_the_weighted_sum_and_shared_experts_see_full_width():

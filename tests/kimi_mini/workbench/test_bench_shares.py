@@ -53,10 +53,12 @@ def test_the_products_of_a_decode_step_are_all_its_matrices_once():
 def test_experts_of_many_tokens_get_as_many_products_as_choices():
     here, config = stage(), preset("nano")
     steps = here.prefill_steps(Cell(Work.PREFILL, 0, 2, 20), 40)
-    (call, *_) = [c for c in calls_of(here, steps[0]) if c.name == "mix_experts"]
-    rows = [len(p.x) for p in products_of(call)]
-    assert sum(rows) == 2 * 40 * config.num_experts_per_token
-    assert all(p.x.shape[1] == p.weight.shape[1] for p in products_of(call))
+    (call, *_) = [c for c in calls_of(here, steps[0]) if c.name == "moe"]
+    products = products_of(call)
+    router, projections, *experts, up, down = (len(p.x) for p in products)
+    assert router == projections == up == down == 40
+    assert sum(experts) == 2 * 40 * config.num_experts_per_token
+    assert all(p.x.shape[1] == p.weight.shape[1] for p in products)
 
 
 def test_calls_are_written_down_while_the_block_runs_and_change_nothing():

@@ -1,17 +1,20 @@
-// The product of few rows as torch sees it.
+// Products with a matrix as torch sees them.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include "checks.hpp"
 #include "few_rows.h"
+#include "linear.hpp"
 
 namespace {
 
 using namespace kda::checks;
 
 constexpr int64_t kWorthAThread = 1 << 16;  // numbers of the matrix
+constexpr int64_t kPassRows = 8;            // of more rows torch's product is faster
 
 void check_matrix(const char* name, const Tensor& x, at::ScalarType dtype) {
   check_dtype(name, x, dtype);
@@ -43,6 +46,21 @@ Tensor few_rows(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(kda_native, m) { m.def("few_rows(Tensor x, Tensor weight) -> Tensor"); }
+namespace kda {
 
-TORCH_LIBRARY_IMPL(kda_native, CPU, m) { m.impl("few_rows", TORCH_FN(few_rows)); }
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight) {
+  const bool few = x.dim() == 2 && x.size(0) <= kPassRows;
+  return few ? ::few_rows(x, weight) : at::linear(x, weight);
+}
+
+}  // namespace kda
+
+TORCH_LIBRARY_FRAGMENT(kda_native, m) {
+  m.def("few_rows(Tensor x, Tensor weight) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(kda_native, CPU, m) {
+  m.impl("few_rows", TORCH_FN(few_rows));
+  m.impl("linear", TORCH_FN(kda::linear));
+}
