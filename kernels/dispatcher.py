@@ -183,14 +183,16 @@ class KDAKernelDispatcher:
         state None: every row starts from zeros and no state is kept; the call is then
         differentiable. Output in float32 (float64 for float64 inputs).
         """
-        self._check_shapes(inputs, weights, state, step)
+        N = inputs.qkv.shape[0]
+        if N != step.num_tokens:
+            raise ValueError(f"tokens of qkv must be {step.num_tokens}, got {N}")
         groups = [(rows, rows is step.decode) for rows in (step.extend, step.decode) if rows]
         parts = [self._run(inputs, weights, state, rows, decode) for rows, decode in groups]
-        if len(parts) == 1 and parts[0].shape[0] == step.num_tokens:
+        if len(parts) == 1 and parts[0].shape[0] == N:
             return parts[0]
         H, V = weights.dt_bias.shape[0], self._value_width(inputs, weights)
         dtype = parts[0].dtype if parts else weights.dt_bias.dtype
-        o = inputs.qkv.new_zeros(step.num_tokens, H, V, dtype=dtype)
+        o = inputs.qkv.new_zeros(N, H, V, dtype=dtype)
         for (rows, _), part in zip(groups, parts, strict=True):
             o[rows.tokens] = part
         return o
@@ -203,9 +205,11 @@ class KDAKernelDispatcher:
         rows: RowGroup,
         decode: bool,
     ) -> Tensor:
-        inputs = KDAInputs(*(x[rows.tokens] for x in inputs))
-        if self.backend.takes(inputs, weights):
+        if rows.query_start[-1] != inputs.qkv.shape[0]:
+            inputs = KDAInputs(*(x[rows.tokens] for x in inputs))
+        if self.backend.takes(inputs, weights):  # it checks shapes by itself
             return self.backend.on_slots(inputs, weights, state, rows)
+        self._check_shapes(inputs, weights, state)
         S0, conv0 = self._gather(inputs, weights, state, rows)
         if decode:
             o, S, conv = self.backend.decode(inputs, weights, S0, conv0)
@@ -246,9 +250,7 @@ class KDAKernelDispatcher:
         H, K = weights.dt_bias.shape
         return inputs.qkv.shape[-1] // H - 2 * K
 
-    def _check_shapes(
-        self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
-    ) -> None:
+    def _check_shapes(self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None) -> None:
         N, D = inputs.qkv.shape
         H, K = weights.dt_bias.shape
         V = self._value_width(inputs, weights)
@@ -257,7 +259,6 @@ class KDAKernelDispatcher:
                 f"qkv has {D} channels; H*(2K+V) with H = {H}, K = {K} is more than {2 * H * K}"
             )
         expected = [
-            ("tokens of qkv", N, step.num_tokens),
             ("qkv channels", D, H * (2 * K + V)),
             ("gate", tuple(inputs.gate.shape), (N, H, K)),
             ("beta", tuple(inputs.beta.shape), (N, H)),

@@ -26,10 +26,9 @@ _DOUBLE = {torch.float64}
 def serves(*tensors: Tensor | None) -> bool:
     """Whether operators may run on these: nothing asks for gradients, and all have dtypes that are
     known together."""
-    given = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False
-    dtypes = {x.dtype for x in given}
+    dtypes = {x.dtype for x in tensors if x is not None}
     return dtypes <= _SINGLE or dtypes == _DOUBLE
 
 

@@ -49,6 +49,7 @@ def _load() -> str | None:
     return None
 
 
+@functools.cache  # called a hundred times a step
 def operators() -> ModuleType:
     """torch.ops.kda_native. Raises RuntimeError, with the reason, where they are missing."""
     reason = missing()

@@ -21,7 +21,7 @@ from kernels.attn_res import inverse_rms
 from kernels.layer_functions import TORCH, LayerFunctions
 from kernels.numerics import compute_dtype
 from kimi_mini.layers.norm import RMSNorm
-from kimi_mini.layers.parameters import unfilled
+from kimi_mini.layers.parameters import parameter, unfilled
 
 
 class Room(NamedTuple):
@@ -53,8 +53,9 @@ class ResidualStream(NamedTuple):
 
     def add(self, output: Tensor) -> ResidualStream:
         """Add a sublayer's output to the prefix."""
-        output = output.to(self.bank.dtype)
-        return self._replace(prefix=output if self.prefix is None else self.prefix + output)
+        p, bank, rms, room = self
+        p = output.to(bank.dtype) if p is None else p + output
+        return ResidualStream(p, bank, rms, room)
 
     def at(self, tokens: Tensor) -> ResidualStream:
         """The stream of some of the tokens, to be read only."""
@@ -89,7 +90,8 @@ class AttnResidual(nn.Module):
     ) -> Tensor:
         """[N, hidden] in the activation dtype; one eps for sources and mixture."""
         p, bank, rms, _ = stream
-        return functions.mix_norm(p, bank, rms, self.norm, self.proj, norm.weight, norm.eps)
+        learned = parameter(self, "norm"), parameter(self, "proj")
+        return functions.mix_norm(p, bank, rms, *learned, parameter(norm, "weight"), norm.eps)
 
 
 class PlainResidual(nn.Module):

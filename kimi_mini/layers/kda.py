@@ -20,7 +20,7 @@ from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.norm import HeadNorm
-from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
+from kimi_mini.layers.parameters import KeepsFloat32, Linear, parameter, unfilled, weight_of
 
 
 class KimiDeltaAttention(KeepsFloat32):
@@ -40,16 +40,22 @@ class KimiDeltaAttention(KeepsFloat32):
         self.conv_weight = unfilled(3 * width, kda.short_conv_kernel_size, dtype=float32)
         self.A_log = unfilled(H, dtype=float32)
         self.dt_bias = unfilled(H, D, dtype=float32)
-        self.o_norm = HeadNorm(D, config.rms_norm_eps, dtype)
+        self.o_norm = HeadNorm(D, dtype)
+        self.eps = config.rms_norm_eps
         self.o_proj = Linear(width, config.hidden_size, dtype)
 
     def forward(self, x: Tensor, step: Step, state: KDAState | None) -> Tensor:
         """state None: from zeros, nothing kept."""
         functions = step.dispatcher.functions
-        g_b = None if self.g_b_proj is None else self.g_b_proj.weight
-        projections = KDAProjections(self.in_proj.weight, self.widths, self.f_b_proj.weight, g_b)
+        projections = KDAProjections(
+            weight_of(self, "in_proj"),
+            self.widths,
+            weight_of(self, "f_b_proj"),
+            weight_of(self, "g_b_proj"),
+        )
         inputs, gate = functions.kda_inputs(x, projections, self.heads)
-        weights = KDAWeights(self.conv_weight, self.A_log, self.dt_bias, self.lower_bound)
+        own = (parameter(self, name) for name in ("conv_weight", "A_log", "dt_bias"))
+        weights = KDAWeights(*own, self.lower_bound)
         o = step.dispatcher.mixed(inputs, weights, state, step.kda)  # [N, H, D]
-        norm = self.o_norm
-        return functions.kda_output(o, gate, norm.weight, norm.eps, self.o_proj.weight)
+        norm, o_proj = weight_of(self, "o_norm"), weight_of(self, "o_proj")
+        return functions.kda_output(o, gate, norm, self.eps, o_proj)

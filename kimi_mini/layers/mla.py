@@ -18,7 +18,7 @@ from kernels.sublayers import MLAProjections
 from kimi_mini.batch import Step
 from kimi_mini.config import KimiConfig
 from kimi_mini.layers.norm import RMSNorm
-from kimi_mini.layers.parameters import Linear
+from kimi_mini.layers.parameters import Linear, weight_of
 
 
 class LatentAttention(nn.Module):
@@ -34,6 +34,7 @@ class LatentAttention(nn.Module):
         lora = config.q_lora_rank
         self.widths = [lora or queries, L, R, H * V if config.mla_use_output_gate else 0]
         self.in_proj = Linear(config.hidden_size, sum(self.widths), dtype)
+        self.eps = eps
         self.q_a_layernorm = RMSNorm(lora, eps, dtype) if lora else None
         self.q_b_proj = Linear(lora, queries, dtype) if lora else None
         self.kv_a_layernorm = RMSNorm(L, eps, dtype)
@@ -48,17 +49,16 @@ class LatentAttention(nn.Module):
             pool = rows.unsqueeze(1)
         else:
             write_rows(pool, rows, step.destinations)
-        kv_b = self.kv_b_proj.weight.view(self.expand)
+        kv_b = weight_of(self, "kv_b_proj").view(self.expand)
         o = functions.attend(q, pool, kv_b, step.attention)
-        return functions.mla_output(o, gate, self.o_proj.weight)
+        return functions.mla_output(o, gate, weight_of(self, "o_proj"))
 
     def _projections(self) -> MLAProjections:
-        lora, norm = self.q_b_proj is not None, self.kv_a_layernorm
         return MLAProjections(
-            self.in_proj.weight,
+            weight_of(self, "in_proj"),
             self.widths,
-            self.q_a_layernorm.weight if lora else None,
-            self.q_b_proj.weight if lora else None,
-            norm.weight,
-            norm.eps,
+            weight_of(self, "q_a_layernorm"),
+            weight_of(self, "q_b_proj"),
+            weight_of(self, "kv_a_layernorm"),
+            self.eps,
         )

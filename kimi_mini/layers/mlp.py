@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kernels.glu import GLUForm
 from kernels.layer_functions import TORCH, LayerFunctions
 from kimi_mini.config import KimiConfig
-from kimi_mini.layers.parameters import Linear
+from kimi_mini.layers.parameters import Linear, weight_of
 
 
 def glu_form(config: KimiConfig) -> GLUForm:
@@ -28,4 +28,5 @@ class MLP(nn.Module):
         self.form = glu_form(config)
 
     def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
-        return functions.mlp(x, self.gate_up_proj.weight, self.down_proj.weight, self.form)
+        gate_up, down = weight_of(self, "gate_up_proj"), weight_of(self, "down_proj")
+        return functions.mlp(x, gate_up, down, self.form)

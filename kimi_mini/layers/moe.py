@@ -21,7 +21,7 @@ from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.mlp import glu_form
 from kimi_mini.layers.norm import RMSNorm
-from kimi_mini.layers.parameters import KeepsFloat32, Linear, unfilled
+from kimi_mini.layers.parameters import KeepsFloat32, Linear, parameter, unfilled, weight_of
 
 
 class Router(KeepsFloat32):
@@ -41,7 +41,11 @@ class Router(KeepsFloat32):
         self.e_score_correction_bias = unfilled(config.num_experts, dtype=at_least_float32(dtype))
 
     def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Routing:
-        return functions.route(x, self.proj.weight, self.e_score_correction_bias, self.rule)
+        return functions.route(x, *self.weights(), self.rule)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The matrix [E, hidden] and the bias [E]."""
+        return weight_of(self, "proj"), parameter(self, "e_score_correction_bias")
 
 
 class Experts(nn.Module):
@@ -52,6 +56,10 @@ class Experts(nn.Module):
         E, inner = config.num_experts, config.moe_intermediate_size
         self.w13 = unfilled(E, 2 * inner, width, dtype=dtype)
         self.w2 = unfilled(E, width, inner, dtype=dtype)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w13, w2."""
+        return parameter(self, "w13"), parameter(self, "w2")
 
 
 class SparseMoE(nn.Module):
@@ -70,6 +78,7 @@ class SparseMoE(nn.Module):
         self.routed_expert_up_proj = Linear(latent, hidden, dtype) if latent else None
         self.shared_down_proj = Linear(shared, hidden, dtype) if shared else None
         self.form = glu_form(config)
+        self.eps = config.rms_norm_eps
 
     def forward(
         self, x: Tensor, functions: LayerFunctions = TORCH, experts: Tensor | None = None
@@ -78,19 +87,13 @@ class SparseMoE(nn.Module):
         return functions.moe(x, self._weights(), self.gate.rule, self.form, experts)
 
     def _weights(self) -> MoEWeights:
-        def weight(module: nn.Module | None) -> Tensor | None:
-            return None if module is None else module.weight
-
-        gate, experts, norm = self.gate, self.experts, self.routed_expert_norm
         return MoEWeights(
-            gate.proj.weight,
-            gate.e_score_correction_bias,
-            weight(self.in_proj),
+            *self.gate.weights(),
+            weight_of(self, "in_proj"),
             self.widths,
-            experts.w13,
-            experts.w2,
-            weight(norm),
-            0.0 if norm is None else norm.eps,
-            weight(self.routed_expert_up_proj),
-            weight(self.shared_down_proj),
+            *self.experts.weights(),
+            weight_of(self, "routed_expert_norm"),
+            self.eps,
+            weight_of(self, "routed_expert_up_proj"),
+            weight_of(self, "shared_down_proj"),
         )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kernels.layer_functions import TORCH, LayerFunctions
 from kimi_mini.dtypes import at_least_float32
-from kimi_mini.layers.parameters import KeepsFloat32, unfilled
+from kimi_mini.layers.parameters import KeepsFloat32, parameter, unfilled
 
 
 class RMSNorm(nn.Module):
@@ -20,14 +20,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, functions: LayerFunctions = TORCH) -> Tensor:
         """[..., width] → [..., width]."""
-        return functions.rms_norm(x, self.weight, self.eps)
+        return functions.rms_norm(x, parameter(self, "weight"), self.eps)
 
 
 class HeadNorm(KeepsFloat32):
     """The KDA o_norm: one weight vector for all heads, published as float32. The output gate comes
     right behind it, so `kernels.sublayers.kda_output` applies both."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = unfilled(width, dtype=at_least_float32(dtype))
-        self.eps = eps

@@ -25,6 +25,7 @@ def without_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     fresh = library._load.__wrapped__
     monkeypatch.setattr(library, "_load", fresh)
+    monkeypatch.setattr(library, "operators", library.operators.__wrapped__)
     dispatching._warn_once.cache_clear()
 
 

@@ -91,7 +91,7 @@ def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
     x = tokens(5)
     x[:, 0] = 1.0
     got = layer(x, stateless_step(1, 5, dispatcher), None)
-    normed = rms_norm(*seen, layer.o_norm.weight, layer.o_norm.eps).flatten(1)
+    normed = rms_norm(*seen, layer.o_norm.weight, layer.eps).flatten(1)
     gated = normed * (0.8807970779778823 if gate > 0 else 0.11920292202211755)
     torch.testing.assert_close(got, gated @ layer.o_proj.weight.T, rtol=0, atol=1e-12)
 
