@@ -184,7 +184,7 @@ class KDAKernelDispatcher:
         differentiable. Output in float32 (float64 for float64 inputs).
         """
         N = inputs.qkv.shape[0]
-        if N != step.num_tokens:
+        if step.num_tokens != N:
             raise ValueError(f"tokens of qkv must be {step.num_tokens}, got {N}")
         groups = [(rows, rows is step.decode) for rows in (step.extend, step.decode) if rows]
         parts = [self._run(inputs, weights, state, rows, decode) for rows, decode in groups]
