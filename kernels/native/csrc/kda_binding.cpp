@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checks.hpp"
+#include "large.hpp"
 #include "layer.h"
 #include "scan.h"
 
@@ -125,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> kda_scan(const Tensor& q, const Tensor& k, co
   const std::pair<const char*, const Tensor*> operands[] = {
       {"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"S0", &S0}};
   for (const auto& [name, x] : operands) check_dtype(name, *x, dtype);
-  Tensor o = at::empty({N, H, V}, S0.options()), S = at::empty(S0.sizes(), S0.options());
+  Tensor o = kda::empty_for_long({N, H, V}, S0.options()), S = at::empty(S0.sizes(), S0.options());
   Tensor exported =
       at::empty({count(export_rows), H, V, K}, S0.options());
   const auto run = [&](auto number) {
@@ -258,7 +259,7 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   const Tensor x = token_major(qkv), r = token_major(gate), b = token_major(beta);
   const Tensor taps = conv_weight.to(wide).contiguous(), rates = A_log.to(wide).contiguous();
   const Tensor bias = dt_bias.to(wide).contiguous();
-  Tensor o = at::empty({N, H, V}, recurrent.options());
+  Tensor o = kda::empty_for_long({N, H, V}, recurrent.options());
   const auto run = [&](auto number, auto element) {
     using T = decltype(number);
     const kda::LayerWeights<T> weights{taps.const_data_ptr<T>(),

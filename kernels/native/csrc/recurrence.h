@@ -1,20 +1,25 @@
-// The delta rule over one slice of a head's state (architecture 3.6).
+// The delta rule over the value channels of a head's state (architecture 3.6).
 //
 // With alpha = e^g, S~ = S diag(alpha), u = beta (v - S~ k):
 //
 //     S' = S~ + u k^T          o = S' q = S~ q + u (k . q)
 //
-// so both reads see the decayed state, and one pass over it does everything: it writes the
-// previous token's u k^T, decays, and reads with k and with q. Each state element is loaded and
-// stored once a token. The slice is held key-first, [K][width], value channels side by side in
-// vectors: a channel's sums run over K in order, and its bits depend on nothing but its own row and
-// column.
+// so both reads see the decayed state. A channel's bits depend on nothing but its own row and column:
+// sums over K have the order of `dot`, a chain for each residue of the lanes, then halves upon halves.
+// Two forms share it, and every product and sum in it:
 //
-// Prefill and decode are this one function; a cut between tokens changes no operation and no bit.
+//     advance   many tokens over a slice held key-first in a near cache, value channels side by side
+//               in vectors. One pass a token writes the previous token's u k^T, decays, and reads with
+//               k and with q: each state element is loaded and stored once a token.
+//     step      one token over the state where it lies, [V, K], key channels side by side. A decode
+//               step is bound by moving states; it must not turn them around as well.
+//
+// Prefill, any cut of it, and decode give the same bits.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "simd.h"
 
@@ -45,26 +50,69 @@ struct Tokens {
   int64_t v_stride;
 };
 
+// Where the key channels of a slice lie: those of one residue of the lanes together, residues in the
+// order in which their sums meet.
+template <class T>
+struct KeyOrder {
+  static constexpr int L = kLanes<T>;
+  int64_t K;
+
+  int64_t each() const { return (K + L - 1) / L; }
+  int64_t rows() const { return L * each(); }
+  int64_t place(int64_t d) const { return residue(static_cast<int>(d % L)) * each() + d / L; }
+
+  // The n-th residue; its own inverse: the bits of n from last to first.
+  static constexpr int residue(int n) {
+    int turned = 0;
+    for (int bit = 1; bit < L; bit *= 2, n /= 2) turned = 2 * turned + n % 2;
+    return turned;
+  }
+};
+
 namespace detail {
 
 template <class T, int M, bool write>
 KDA_INLINE void pass(T* slice, int64_t K, const T* written, const Vec<T>* u, const T* alpha,
                      const T* k, const T* q, Vec<T>* by_k, Vec<T>* by_q) {
   constexpr int L = kLanes<T>;
-  Vec<T> rk[M] = {}, rq[M] = {};
-  for (int64_t d = 0; d < K; ++d) {
-    const Vec<T> decay = broadcast(alpha[d]), key = broadcast(k[d]), query = broadcast(q[d]);
-    T* row = slice + d * M * L;
-    for (int m = 0; m < M; ++m) {
-      Vec<T> s = load(row + m * L);
-      if constexpr (write) s = fma<T>(u[m], broadcast(written[d]), s);
-      s = s * decay;
-      rk[m] = fma<T>(s, key, rk[m]);
-      rq[m] = fma<T>(s, query, rq[m]);
-      store(row + m * L, s);
+  const int64_t each = KeyOrder<T>{K}.each();
+  Vec<T> waiting[L][2 * M];  // sums of 2, 4, 8, ... residues that wait for as many others
+  int depth = 0;
+  for (int n = 0; n < L; n += 2) {
+    Vec<T> rk[2][M] = {}, rq[2][M] = {};
+    const auto read = [&](int half, int64_t d, T* row) {
+      const Vec<T> decay = broadcast(alpha[d]), key = broadcast(k[d]), query = broadcast(q[d]);
+      for (int m = 0; m < M; ++m) {
+        Vec<T> s = load(row + m * L);
+        if constexpr (write) s = fma<T>(u[m], broadcast(written[d]), s);
+        s = s * decay;
+        rk[half][m] = fma<T>(s, key, rk[half][m]);
+        rq[half][m] = fma<T>(s, query, rq[half][m]);
+        store(row + m * L, s);
+      }
+    };
+    T* row = slice + n * each * M * L;
+    int64_t d = KeyOrder<T>::residue(n);
+    for (; d + L / 2 < K; d += L, row += M * L) {
+      read(0, d, row);
+      read(1, d + L / 2, row + each * M * L);
     }
+    if (d < K) read(0, d, row);
+    for (int m = 0; m < M; ++m) {
+      rk[0][m] = rk[0][m] + rk[1][m];
+      rq[0][m] = rq[0][m] + rq[1][m];
+    }
+    for (int done = n / 2; done % 2 == 1; done /= 2) {
+      --depth;
+      for (int m = 0; m < M; ++m) {
+        rk[0][m] = waiting[depth][m] + rk[0][m];
+        rq[0][m] = waiting[depth][M + m] + rq[0][m];
+      }
+    }
+    for (int m = 0; m < M; ++m) waiting[depth][m] = rk[0][m], waiting[depth][M + m] = rq[0][m];
+    ++depth;
   }
-  for (int m = 0; m < M; ++m) by_k[m] = rk[m], by_q[m] = rq[m];
+  for (int m = 0; m < M; ++m) by_k[m] = waiting[0][m], by_q[m] = waiting[0][M + m];
 }
 
 template <class T, int M>
@@ -72,6 +120,7 @@ void advance(T* slice, const Tokens<T>& in, int64_t column, int64_t first, int64
              int64_t out_stride) {
   constexpr int L = kLanes<T>;
   const int64_t K = in.K;
+  const KeyOrder<T> order{K};
   Vec<T> u[M] = {}, by_k[M], by_q[M];
   for (int64_t t = first; t < last; ++t) {
     const T *alpha = in.alpha + t * K, *k = in.k + t * K, *q = in.q + t * K;
@@ -89,7 +138,7 @@ void advance(T* slice, const Tokens<T>& in, int64_t column, int64_t first, int64
   const T* k = in.k + (last - 1) * K;
   for (int64_t d = 0; d < K; ++d) {
     for (int m = 0; m < M; ++m) {
-      T* at = slice + (d * M + m) * L;
+      T* at = slice + (order.place(d) * M + m) * L;
       store(at, fma<T>(u[m], broadcast(k[d]), load(at)));
     }
   }
@@ -110,15 +159,16 @@ void advance(T* slice, int vectors, const Tokens<T>& in, int64_t column, int64_t
   }
 }
 
-// `count` value channels of a state, [count, K], into a slice [K][width], with zeros in the lanes
+// `count` value channels of a state, [count, K], into a slice [rows of KeyOrder][width], with zeros in the lanes
 // beyond them; state null: all zeros. `ahead`, the channels to be loaded next (null: none), are
 // asked for, so that they arrive while this slice is worked on.
 template <class T>
 void load_slice(T* slice, int64_t width, const T* state, int64_t count, int64_t K,
                 const T* ahead) {
   constexpr int L = kLanes<T>;
+  const KeyOrder<T> order{K};
   if (state == nullptr) {
-    std::fill_n(slice, K * width, T(0));
+    std::fill_n(slice, order.rows() * width, T(0));
     return;
   }
   const int64_t whole_k = K / L * L;
@@ -129,11 +179,11 @@ void load_slice(T* slice, int64_t width, const T* state, int64_t count, int64_t 
       Vec<T> tile[L];
       for (int i = 0; i < L; ++i) tile[i] = load(state + (v + i) * K + d);
       transpose<T>(tile);
-      for (int i = 0; i < L; ++i) store(slice + (d + i) * width + v, tile[i]);
+      for (int i = 0; i < L; ++i) store(slice + order.place(d + i) * width + v, tile[i]);
     }
     for (int64_t d = whole ? whole_k : 0; d < K; ++d) {
       for (int64_t i = v; i < v + L; ++i) {
-        slice[d * width + i] = i < count ? state[i * K + d] : T(0);
+        slice[order.place(d) * width + i] = i < count ? state[i * K + d] : T(0);
       }
     }
   }
@@ -143,18 +193,96 @@ void load_slice(T* slice, int64_t width, const T* state, int64_t count, int64_t 
 template <class T>
 void store_slice(const T* slice, int64_t width, T* state, int64_t count, int64_t K) {
   constexpr int L = kLanes<T>;
+  const KeyOrder<T> order{K};
   const int64_t whole_k = K / L * L;
   for (int64_t v = 0; v < count; v += L) {
     const bool whole = v + L <= count;
     for (int64_t d = 0; whole && d < whole_k; d += L) {
       Vec<T> tile[L];
-      for (int i = 0; i < L; ++i) tile[i] = load(slice + (d + i) * width + v);
+      for (int i = 0; i < L; ++i) tile[i] = load(slice + order.place(d + i) * width + v);
       transpose<T>(tile);
       for (int i = 0; i < L; ++i) store(state + (v + i) * K + d, tile[i]);
     }
     for (int64_t d = whole ? whole_k : 0; d < K; ++d) {
-      for (int64_t i = v; i < v + L && i < count; ++i) state[i * K + d] = slice[d * width + i];
+      for (int64_t i = v; i < v + L && i < count; ++i) {
+        state[i * K + d] = slice[order.place(d) * width + i];
+      }
     }
+  }
+}
+
+namespace detail {
+
+// Lanes 0 .. count - 1 of memory, zeros beyond; and back.
+template <class T>
+KDA_INLINE Vec<T> load_some(const T* from, int64_t count) {
+  Vec<T> x{};
+  std::memcpy(&x, from, std::min<int64_t>(count, kLanes<T>) * sizeof(T));
+  return x;
+}
+
+template <class T>
+KDA_INLINE void store_some(T* to, Vec<T> x, int64_t count) {
+  std::memcpy(to, &x, std::min<int64_t>(count, kLanes<T>) * sizeof(T));
+}
+
+// Token 0 of `in` over `rows` value channels from `channel` on; whole: K is whole vectors.
+template <class T, int rows, bool whole>
+KDA_INLINE void step_rows(const T* initial, T* final, const Tokens<T>& in, int64_t channel, T* out) {
+  constexpr int L = kLanes<T>;
+  const int64_t K = in.K;
+  const auto at = [&](const T* x, int64_t d) { return whole ? load(x + d) : load_some(x + d, K - d); };
+  const auto decayed = [&](int r, int64_t d) {
+    if (initial == nullptr) return Vec<T>{};
+    return at(initial + (channel + r) * K, d) * at(in.alpha, d);
+  };
+  Vec<T> reads[2 * rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < 2 * rows; ++r) reads[r] = Vec<T>{};
+  for (int64_t d = 0; d < K; d += L) {
+    const Vec<T> k = at(in.k, d), q = at(in.q, d);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const Vec<T> s = decayed(r, d);
+      reads[r] = fma<T>(s, k, reads[r]);
+      reads[rows + r] = fma<T>(s, q, reads[rows + r]);
+    }
+  }
+  T sums[2 * rows], u[rows];
+  sums_of_lanes<T, 2 * rows>(sums, reads);
+  for (int r = 0; r < rows; ++r) {
+    u[r] = in.beta[0] * (in.v[channel + r] - sums[r]);
+    out[channel + r] = fma1(u[r], in.kq[0], sums[rows + r]);
+  }
+  if (final == nullptr) return;
+  for (int r = 0; r < rows; ++r) {
+    T* to = final + (channel + r) * K;
+    for (int64_t d = 0; d < K; d += L) {
+      const Vec<T> s = fma<T>(broadcast(u[r]), at(in.k, d), decayed(r, d));
+      whole ? store(to + d, s) : store_some(to + d, s, K - d);
+    }
+  }
+}
+
+template <class T, bool whole>
+void step(const T* initial, T* final, const Tokens<T>& in, int64_t count, T* out) {
+  int64_t channel = 0;
+  for (; channel + 8 <= count; channel += 8) {
+    step_rows<T, 8, whole>(initial, final, in, channel, out);
+  }
+  for (; channel < count; ++channel) step_rows<T, 1, whole>(initial, final, in, channel, out);
+}
+
+}  // namespace detail
+
+// Token 0 of `in` over `count` value channels of a state, [count, K]: from `initial` (null: zeros) to
+// `final` (null: dropped), which may be the same memory. Read-outs go to out [count].
+template <class T>
+void step(const T* initial, T* final, const Tokens<T>& in, int64_t count, T* out) {
+  if (in.K % kLanes<T> == 0) {
+    detail::step<T, true>(initial, final, in, count, out);
+  } else {
+    detail::step<T, false>(initial, final, in, count, out);
   }
 }
 

@@ -101,6 +101,8 @@ struct Block {
         beta(scratch.beta.at_least(kBlock)),
         kq(scratch.kq.at_least(kBlock)),
         v_stride(whole_vectors<T>(channels)) {}
+
+  Tokens<T> tokens(int64_t K) const { return {alpha, k, q, v, beta, kq, K, v_stride}; }
 };
 
 namespace detail {
@@ -111,26 +113,28 @@ T* part_of(T* state, const Shape& shape, const Part& part) {
   return state == nullptr ? nullptr : state + (part.head * shape.V + part.column) * shape.K;
 }
 
-// Tokens first .. first+count-1 of a row over one part's state, kept key-first in slices; the
-// exports begin .. end-1 fall within them. `following`: what will be read after the part's state.
-template <class T, class Source>
-void run_block(const Scan<T>& scan, const Source& source, int64_t index, int64_t first,
-               int64_t count, const Export<T>* begin, const Export<T>* end, T* state,
-               const T* following, Scratch<T>& scratch) {
-  constexpr int64_t L = kLanes<T>;
-  const Part& part = source.part;
-  const Row<T>& row = scan.rows[index];
-  const int64_t H = scan.shape.heads, K = scan.shape.K, V = scan.shape.V;
-  const T* initial = part_of(row.initial, scan.shape, part);
-  T* final = part_of(row.final, scan.shape, part);
-  const int64_t padded = whole_vectors<T>(part.channels), slice_width = slice_vectors(K) * L;
+// Tokens of a row and what is to be done with one part of its state: tokens first .. first+count-1,
+// and the exports begin .. end-1, which fall within them.
+template <class T>
+struct Stretch {
+  const Row<T>& row;
+  int64_t first, count;
+  const Export<T>*begin, *end;
+};
 
-  const Block<T> block(scratch, K, part.channels);
-  source.fill(block, row, index, first, count);
-  const Tokens<T> tokens{block.alpha, block.k,  block.q, block.v,
-                         block.beta,  block.kq, K,       block.v_stride};
+// A stretch over one part's state, kept key-first in slices from block to block. `following`: what
+// will be read after the part's state.
+template <class T>
+void run_slices(const Scan<T>& scan, const Part& part, const Stretch<T>& stretch,
+                const Block<T>& block, T* state, const T* following) {
+  constexpr int64_t L = kLanes<T>;
+  const int64_t K = scan.shape.K, padded = whole_vectors<T>(part.channels);
+  const int64_t slice_width = slice_vectors(K) * L;
+  const T* initial = part_of(stretch.row.initial, scan.shape, part);
+  T* final = part_of(stretch.row.final, scan.shape, part);
+  const Tokens<T> tokens = block.tokens(K);
   for (int64_t at = 0; at < padded; at += slice_width) {
-    T* slice = state + at * K;
+    T* slice = state + at * KeyOrder<T>{K}.rows();
     const int64_t width = std::min(slice_width, padded - at);
     const int64_t channels = std::min(width, part.channels - at);
     int64_t t = 0;
@@ -141,22 +145,49 @@ void run_block(const Scan<T>& scan, const Source& source, int64_t index, int64_t
       t = stop;
     };
 
-    if (first == 0) {
+    if (stretch.first == 0) {
       const T* here = initial == nullptr ? nullptr : initial + at * K;
       const T* ahead = at + width < padded && here != nullptr ? here + width * K : following;
       load_slice(slice, width, here, channels, K, ahead);
     }
-    for (const Export<T>* e = begin; e < end; ++e) {
-      advance_to(e->after - first);
+    for (const Export<T>* e = stretch.begin; e < stretch.end; ++e) {
+      advance_to(e->after - stretch.first);
       store_slice(slice, width, part_of(e->to, scan.shape, part) + at * K, channels, K);
     }
-    advance_to(count);
-    if (first + count == row.count && final != nullptr) {
+    advance_to(stretch.count);
+    if (stretch.first + stretch.count == stretch.row.count && final != nullptr) {
       store_slice(slice, width, final + at * K, channels, K);
     }
   }
-  for (int64_t t = 0; t < count; ++t) {
-    T* to = scan.o + ((row.first + first + t) * H + part.head) * V + part.column;
+}
+
+// A row of one token over one part's state, where it lies.
+template <class T>
+void run_step(const Scan<T>& scan, const Part& part, const Stretch<T>& stretch,
+              const Block<T>& block) {
+  const T* initial = part_of(stretch.row.initial, scan.shape, part);
+  const Tokens<T> token = block.tokens(scan.shape.K);
+  for (const Export<T>* e = stretch.begin; e < stretch.end; ++e) {
+    step(initial, part_of(e->to, scan.shape, part), token, part.channels, block.o);
+  }
+  step(initial, part_of(stretch.row.final, scan.shape, part), token, part.channels, block.o);
+}
+
+// A stretch of row number `index` over one part.
+template <class T, class Source>
+void run_block(const Scan<T>& scan, const Source& source, int64_t index, const Stretch<T>& stretch,
+               T* state, const T* following, Scratch<T>& scratch) {
+  const Part& part = source.part;
+  const Block<T> block(scratch, scan.shape.K, part.channels);
+  source.fill(block, stretch.row, index, stretch.first, stretch.count);
+  if (stretch.row.count == 1) {
+    run_step(scan, part, stretch, block);
+  } else {
+    run_slices(scan, part, stretch, block, state, following);
+  }
+  for (int64_t t = 0; t < stretch.count; ++t) {
+    const int64_t token = stretch.row.first + stretch.first + t;
+    T* to = scan.o + (token * scan.shape.heads + part.head) * scan.shape.V + part.column;
     std::copy_n(block.o + t * block.v_stride, part.channels, to);
   }
 }
@@ -166,7 +197,7 @@ template <class T, class Source>
 void run_row(const Scan<T>& scan, const Source* sources, int64_t parts, int64_t index,
              const T* following, Scratch<T>& scratch) {
   const Row<T>& row = scan.rows[index];
-  const int64_t stride = scan.part_width() * scan.shape.K;
+  const int64_t stride = scan.part_width() * KeyOrder<T>{scan.shape.K}.rows();
   T* states = scratch.state.at_least(parts * stride);
   const auto before = [](const Export<T>& e, int64_t r) { return e.row < r; };
   const Export<T>* end = scan.exports + scan.export_count;
@@ -179,8 +210,8 @@ void run_row(const Scan<T>& scan, const Source* sources, int64_t parts, int64_t 
     for (int64_t p = 0; p < parts; ++p) {
       const T* ahead =
           p + 1 < parts ? part_of(row.initial, scan.shape, sources[p + 1].part) : following;
-      run_block(scan, sources[p], index, first, count, begin, next, states + p * stride, ahead,
-                scratch);
+      run_block(scan, sources[p], index, {row, first, count, begin, next}, states + p * stride,
+                ahead, scratch);
     }
     first += count;
   } while (first < row.count);
