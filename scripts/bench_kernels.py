@@ -37,6 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, nargs="+", default=[1], help="torch threads (1)")
     add("--heads", type=int, default=8, help="heads of the layer (8)")
     add("--repeats", type=int, default=7, help="of every figure (7)")
+    add("--only", default="", help="operators whose name begins with this")
     add("--json", action="store_true", help="one JSON object instead of a table")
     args = parser.parse_args(argv)
     for number in args.threads:
@@ -50,26 +51,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def row(f: Figure) -> dict[str, str]:
+    """The cells of a figure; their width is that of their column."""
+
     def rate(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.0f}"
+        return f"{'-' if value is None else f'{value:,.0f}':>11}"
 
     def times(to: float | None) -> str:
         return "-" if f.ratio(to) is None else f"{f.ratio(to):.1f}"
 
     missed = f.target is not None and (f.best or 0) < f.target
     return {
-        "operator": f.what,
-        "K": f"{f.K}",
-        "V": f"{f.V}",
-        "threads": f"{f.threads}",
+        "operator": f"{f.what:>30}",
+        "K": f"{f.K:4}",
+        "V": f"{f.V:4}",
+        "threads": f"{f.threads:7}",
         "torch": rate(f.torch),
         "native": rate(f.native),
-        "x torch": times(f.torch) if f.native else "-",
+        "x torch": f"{times(f.torch) if f.native else '-':>7}",
         "bound": rate(f.bound),
-        "of bound": f"{f.best / f.bound:.2f} {f.limit}" if f.best else "-",
-        "target": rate(f.target) + " !" * missed,
+        "of bound": f"{f'{f.best / f.bound:.2f} {f.limit}' if f.best else '-':>10}",
+        "target": rate(f.target) + (" !" if missed else "  "),
         "published": rate(f.published),
-        "x published": times(f.published),
+        "x published": f"{times(f.published):>11}",
     }
 
 
@@ -77,17 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     missing = library.missing()
     machines = [measure_machine(threads, args.repeats) for threads in args.threads]
-    figures: list[Figure] = []
-    for threads in args.threads:
-        for K in args.K:
-            for V in args.V or [K]:
-                figures += Bench(K, V, args.heads).measure(
-                    args.T, args.batches, threads=threads, repeats=args.repeats
-                )
+    figures = (
+        figure
+        for threads in args.threads
+        for K in args.K
+        for V in args.V or [K]
+        for figure in Bench(K, V, args.heads).measure(
+            args.T, args.batches, threads=threads, repeats=args.repeats, only=args.only
+        )
+    )
     if args.json:
-        parts = {"machines": machines, "operators": figures}
-        listed = {name: [f.as_json() for f in part] for name, part in parts.items()}
-        print(json.dumps({"heads": args.heads, "no_native": missing} | listed))
+        listed = {"machines": machines, "operators": figures}
+        parts = {name: [f.as_json() for f in part] for name, part in listed.items()}
+        print(json.dumps({"heads": args.heads, "no_native": missing} | parts))
         return 0
     for m in machines:
         print(
@@ -96,14 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if missing is not None:
         print(f"no native operators: {missing}")
-    published = {f.published_form for f in figures} - {None}
-    print(f"published: {', '.join(sorted(published)) or 'nothing to compare with'}")
-    rows = [row(f) for f in figures]
-    lines = [tuple(rows[0]), *(tuple(r.values()) for r in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\ntokens/s of one layer, {args.heads} heads, float32\n")
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(f"tokens/s of one layer, {args.heads} heads, float32\n")
+    published = set()
+    for i, figure in enumerate(figures):
+        cells = row(figure)
+        if i == 0:
+            print("  ".join(name.rjust(len(cell)) for name, cell in cells.items()))
+        print("  ".join(cells.values()), flush=True)
+        published.add(figure.published_form)
+    names = ", ".join(sorted(published - {None}))
+    print(f"\npublished: {names or 'nothing to compare with'}")
     return 0
 
 

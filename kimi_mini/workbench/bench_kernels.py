@@ -12,9 +12,9 @@ transformers is installed: its loop and its chunk form, of which the faster coun
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,36 +118,42 @@ class Bench:
             self.backends["native"] = KDAKernelDispatcher("native")
 
     def measure(
-        self, lengths: Sequence[int], batches: Sequence[int], *, threads: int, repeats: int
-    ) -> list[Figure]:
-        """Every operator; scans at all lengths, the rest of prefill at the shortest."""
-        figures = []
-        with using_threads(threads), torch.inference_mode():
-            for make in self._operators(lengths, batches):
-                operator = make()  # one at a time: a long scan's operands are large
-                seconds = medians(operator.forms | limit_probes(), repeats)
-                figures.append(self._figure(operator, seconds, threads))
-        return figures
+        self,
+        lengths: Sequence[int],
+        batches: Sequence[int],
+        *,
+        threads: int,
+        repeats: int,
+        only: str = "",
+    ) -> Iterator[Figure]:
+        """Every operator whose name begins with `only`, one after another; scans at all lengths,
+        the rest of prefill at the shortest."""
+        for name, make in self._operators(lengths, batches):
+            if name.startswith(only):
+                with using_threads(threads), torch.inference_mode():
+                    operator = make()  # now: a long scan's operands are large
+                    seconds = medians(operator.forms | limit_probes(), repeats)
+                yield self._figure(operator, seconds, threads)
 
     def _operators(
         self, lengths: Sequence[int], batches: Sequence[int]
-    ) -> Iterator[Callable[[], Operator]]:
-        for T in lengths:
-            yield lambda T=T: self.scan(T)
-            yield lambda T=T: self.core(T)
-        for B in batches:
-            yield lambda B=B: self.core_step(B)
+    ) -> Iterator[tuple[str, Callable[[], Operator]]]:
         T = min(lengths)
-        for N in (T, *batches):
-            yield lambda N=N: self.product(N)
-            yield lambda N=N: self.mixture(N)
-            yield lambda N=N: self.gated_norm(N)
-            yield lambda N=N: self.activation(N)
-            yield lambda N=N: self.router(N)
-            yield lambda N=N: self.experts(N)
-        yield lambda: self.attention(T)
+        for n in lengths:
+            yield "scan", partial(self.scan, n)
+            yield "core of a KDA layer", partial(self.core, n)
         for B in batches:
-            yield lambda B=B: self.attention_step(B, T)
+            yield "core step", partial(self.core_step, B)
+        for N in (T, *batches):
+            yield "projection", partial(self.product, N)
+            yield "mixture and norm", partial(self.mixture, N)
+            yield "gated norm", partial(self.gated_norm, N)
+            yield "SiTU-GLU", partial(self.activation, N)
+            yield "router", partial(self.router, N)
+            yield "experts", partial(self.experts, N)
+        yield "attention", partial(self.attention, T)
+        for B in batches:
+            yield "attention step", partial(self.attention_step, B, T)
 
     def _figure(self, operator: Operator, seconds: dict[str, float], threads: int) -> Figure:
         limits = limits_from(seconds)
@@ -258,13 +264,13 @@ class Bench:
         flops, traffic = 2 * N * rows * width, FLOAT * (rows * width + N * (rows + width))
         return self._operator(f"projection, {_of(N)}", N, flops, traffic, forms)
 
-    @functools.cached_property
+    @cached_property
     def _matrices(self) -> list[Tensor]:
         rows = 4 * self.hidden
         count = _uncached(FLOAT * rows * self.hidden)
         return [*torch.randn(count, rows, self.hidden)]
 
-    @functools.cached_property
+    @cached_property
     def _expert_weights(self) -> list[tuple[Tensor, Tensor]]:
         """w13 and w2."""
         L = inner = self.hidden // 2

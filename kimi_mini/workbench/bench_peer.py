@@ -58,7 +58,6 @@ class TransformersPeer:
         if dtype == torch.float64:  # its grouped product of experts is not made for it
             raise PeerMissing("transformers' kimi_linear does not run in float64")
         transformers = _transformers()
-        transformers.logging.set_verbosity_error()  # it says at length that torch forms run
         options = peer_options(config) | {"attn_implementation": "sdpa"}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -176,4 +175,5 @@ def _transformers() -> ModuleType:
             f"transformers is installed but gives no kimi_linear ({error}); the version that is "
             f"compared with: {INSTALL}; a distribution called `kernels` must not be beside it"
         ) from error
+    transformers.logging.set_verbosity_error()  # it says at length that torch forms run
     return transformers

@@ -63,6 +63,14 @@ def test_without_native_operators_torch_is_timed_alone(capsys, monkeypatch):
     assert "no native operators: switched off" in done.stdout
 
 
+def test_operators_can_be_asked_for_by_the_beginning_of_their_name(capsys, monkeypatch):
+    done = in_this_process(SCRIPT, [*TINY, "--only", "attention", "--json"], capsys, monkeypatch)
+    report = json.loads(done.stdout)
+    assert [f["what"] for f in report["operators"]] == [
+        "attention, T = 40", "attention step, 1 rows of 40", "attention step, 3 rows of 40",
+    ]  # fmt: skip
+
+
 def test_flops_are_those_of_the_formulas():
     """The figures that the targets were derived from: 350k and 124k tokens/s of a 160 GFLOP/s
     product at 8 heads, chunks of 64."""
