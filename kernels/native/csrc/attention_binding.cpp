@@ -103,8 +103,8 @@ Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
   const int64_t N = q.size(0), H = q.size(1), L = kv_b.size(2), R = pool.size(2) - L;
   const int64_t nope = q.size(2) - R, V = kv_b.size(1) - nope, page = pool.size(1);
   TORCH_CHECK_VALUE(H > 0 && L > 0 && R >= 0 && nope >= 0 && V > 0 && page > 0,
-                    "q [N, H, nope+R], pool [pages, page, L+R] and kv_b [H, nope+V, L] do not fit: ",
-                    q.sizes(), ", ", pool.sizes(), " and ", kv_b.sizes());
+                    "q [N, H, nope+R], pool [pages, page, L+R] and kv_b [H, nope+V, L] do not ",
+                    "fit: ", q.sizes(), ", ", pool.sizes(), " and ", kv_b.sizes());
   check_shape("kv_b", kv_b, {H, nope + V, L});
   const auto element = q.scalar_type(), type = wide(element);
   check_dtype("q", q, element);

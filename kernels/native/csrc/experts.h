@@ -2,9 +2,9 @@
 //
 //     a = sum_e w_e w2_e act(w1_e x, w3_e x)
 //
-// A piece is up to kFewRows tokens of one expert, whose matrices are read where they lie. Outputs of
-// all choices are kept apart and added up per token in the order of its choices: neither threads nor
-// other tokens change a bit.
+// A piece is up to kFewRows tokens of one expert, whose matrices are read where they lie. Outputs
+// of all choices are kept apart and added up per token in the order of its choices: neither threads
+// nor other tokens change a bit.
 #pragma once
 
 #include <algorithm>

@@ -85,7 +85,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& weight, const Te
       }
     });
   });
-  TORCH_CHECK_VALUE(enough, "fewer than ", top_k, " experts have a score above -inf for some token");
+  TORCH_CHECK_VALUE(enough, "fewer than ", top_k,
+                    " experts have a score above -inf for some token");
   return {chosen, weights};
 }
 
@@ -104,8 +105,8 @@ Tensor mix_experts(const Tensor& x, const Tensor& experts, const Tensor& weights
   check_dtype("w13", w13, element);
   check_dtype("w2", w2, element);
   check_dtype("weights", weights, type);
-  TORCH_CHECK_VALUE(w13.is_contiguous() && w2.is_contiguous(), "w13 and w2 must be contiguous, got ",
-                    "strides ", w13.strides(), " and ", w2.strides());
+  TORCH_CHECK_VALUE(w13.is_contiguous() && w2.is_contiguous(), "w13 and w2 must be contiguous, ",
+                    "got strides ", w13.strides(), " and ", w2.strides());
   const Tensor choices = check_choices(experts, N, k, E);
   const Tensor tokens = L < 2 || x.stride(1) == 1 ? x : x.contiguous();
   const Tensor shares = weights.contiguous();

@@ -5,9 +5,9 @@
 //
 // Latent rows are read where they lie, kKeys at a time, under a running softmax: scores of more are
 // never held. Absorbing costs 2L+R a query and row, materialising (nope+V) L a row and then
-// nope+R+V a query: few queries of a row, a decode step or a draft to verify, are absorbed, many are
-// not. The number of a row's own queries decides, and a query's bits depend on nothing else but the
-// row.
+// nope+R+V a query: few queries of a row, a decode step or a draft to verify, are absorbed, many
+// are not. The number of a row's own queries decides, and a query's bits depend on nothing else but
+// the row.
 #pragma once
 
 #include <algorithm>
@@ -65,8 +65,8 @@ struct LatentAttention {
     for (int64_t d = 0; d < shape.query(); ++d) to[d] = widen<T>(from[d]) * scale;
   }
 
-  // act(rows, begin, count) for the stretches of latent rows first .. first + count - 1 that lie one
-  // behind the other.
+  // act(rows, begin, count) for the stretches of latent rows first .. first + count - 1 that lie
+  // one behind the other.
   template <class Act>
   void each_stretch(const AttentionRow& row, int64_t first, int64_t count, Act&& act) const {
     const auto address = [&](int64_t i) {

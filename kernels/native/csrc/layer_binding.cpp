@@ -137,8 +137,8 @@ Tensor glu(const Tensor& gate_up, bool situ, double beta, std::optional<double> 
 
 Tensor mix_norm(const Tensor& prefix, const Tensor& bank, const Tensor& bank_rms,
                 const Tensor& norm, const Tensor& proj, const Tensor& weight, double eps) {
-  TORCH_CHECK_VALUE(prefix.dim() == 2 && bank.dim() == 3, "prefix and bank must have two and three ",
-                    "axes, got ", prefix.sizes(), " and ", bank.sizes());
+  TORCH_CHECK_VALUE(prefix.dim() == 2 && bank.dim() == 3, "prefix and bank must have two and ",
+                    "three axes, got ", prefix.sizes(), " and ", bank.sizes());
   const int64_t N = prefix.size(0), width = prefix.size(1), m = bank.size(1);
   check_shape("bank", bank, {N, m, width});
   check_shape("bank_rms", bank_rms, {N, m});
@@ -149,8 +149,8 @@ Tensor mix_norm(const Tensor& prefix, const Tensor& bank, const Tensor& bank_rms
   check_dtype("bank", bank, type);
   check_dtype("bank_rms", bank_rms, type);
   shared_type("prefix and weight", type, weight.scalar_type());
-  TORCH_CHECK_VALUE(width < 2 || bank.stride(2) == 1, "bank must have sources that are contiguous, ",
-                    "got strides ", bank.strides());
+  TORCH_CHECK_VALUE(width < 2 || bank.stride(2) == 1, "bank must have sources that are ",
+                    "contiguous, got strides ", bank.strides());
   const Tensor own = tokens_of(prefix), w = weight_vector("weight", weight, width, type);
   const Tensor query = at::mul(weight_vector("norm", norm, width, type),
                                weight_vector("proj", proj, width, type));

@@ -4,17 +4,17 @@
 //
 //     S' = S~ + u k^T          o = S' q = S~ q + u (k . q)
 //
-// so both reads see the decayed state. A channel's bits depend on nothing but its own row and column:
-// sums over K have the order of `dot`, a chain for each residue of the lanes, then halves upon halves.
-// Two forms share it, and every product and sum in it:
+// so both reads see the decayed state. A channel's bits depend on nothing but its own row and
+// column: sums over K have the order of `dot`, a chain for each residue of the lanes, then halves
+// upon halves. Two forms share every product and every sum:
 //
-//     advance   many tokens over a slice held key-first in a near cache, value channels side by side
-//               in vectors. One pass a token writes the previous token's u k^T, decays, and reads with
-//               k and with q: each state element is loaded and stored once a token.
+//     advance   many tokens over a slice held key-first in a near cache, value channels side by
+//               side in vectors. One pass a token writes the previous token's u k^T, decays, and
+//               reads with k and with q: each state element is loaded and stored once a token.
 //     step      one token over the state where it lies, [V, K], key channels side by side. A decode
 //               step is bound by moving states; it must not turn them around as well.
 //
-// Prefill, any cut of it, and decode give the same bits.
+// So prefill, any cut of it, and decode give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +50,8 @@ struct Tokens {
   int64_t v_stride;
 };
 
-// Where the key channels of a slice lie: those of one residue of the lanes together, residues in the
-// order in which their sums meet.
+// Where the key channels of a slice lie: those of one residue of the lanes together, residues in
+// the order in which their sums meet.
 template <class T>
 struct KeyOrder {
   static constexpr int L = kLanes<T>;
@@ -159,9 +159,9 @@ void advance(T* slice, int vectors, const Tokens<T>& in, int64_t column, int64_t
   }
 }
 
-// `count` value channels of a state, [count, K], into a slice [rows of KeyOrder][width], with zeros in the lanes
-// beyond them; state null: all zeros. `ahead`, the channels to be loaded next (null: none), are
-// asked for, so that they arrive while this slice is worked on.
+// `count` value channels of a state, [count, K], into a slice, [rows of KeyOrder][width], with zeros
+// in the lanes beyond them; state null: all zeros. `ahead`, the channels to be loaded next (null:
+// none), are asked for, so that they arrive while this slice is worked on.
 template <class T>
 void load_slice(T* slice, int64_t width, const T* state, int64_t count, int64_t K,
                 const T* ahead) {
@@ -228,10 +228,13 @@ KDA_INLINE void store_some(T* to, Vec<T> x, int64_t count) {
 
 // Token 0 of `in` over `rows` value channels from `channel` on; whole: K is whole vectors.
 template <class T, int rows, bool whole>
-KDA_INLINE void step_rows(const T* initial, T* final, const Tokens<T>& in, int64_t channel, T* out) {
+KDA_INLINE void step_rows(const T* initial, T* final, const Tokens<T>& in, int64_t channel,
+                          T* out) {
   constexpr int L = kLanes<T>;
   const int64_t K = in.K;
-  const auto at = [&](const T* x, int64_t d) { return whole ? load(x + d) : load_some(x + d, K - d); };
+  const auto at = [&](const T* x, int64_t d) {
+    return whole ? load(x + d) : load_some(x + d, K - d);
+  };
   const auto decayed = [&](int r, int64_t d) {
     if (initial == nullptr) return Vec<T>{};
     return at(initial + (channel + r) * K, d) * at(in.alpha, d);
@@ -275,8 +278,8 @@ void step(const T* initial, T* final, const Tokens<T>& in, int64_t count, T* out
 
 }  // namespace detail
 
-// Token 0 of `in` over `count` value channels of a state, [count, K]: from `initial` (null: zeros) to
-// `final` (null: dropped), which may be the same memory. Read-outs go to out [count].
+// Token 0 of `in` over `count` value channels of a state, [count, K]: from `initial` (null: zeros)
+// to `final` (null: dropped), which may be the same memory. Read-outs go to out [count].
 template <class T>
 void step(const T* initial, T* final, const Tokens<T>& in, int64_t count, T* out) {
   if (in.K % kLanes<T> == 0) {

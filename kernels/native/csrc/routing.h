@@ -1,6 +1,6 @@
 // The choice of experts of one token: the twin of kernels/routing.py (architecture 7).
 //
-//     s = sigmoid(logits)      pick = top-k of s + bias      w = s / (sum of picked s + 1e-20) factor
+//     s = sigmoid(logits)    pick = top-k of s + bias    w = s / (sum of picked s + 1e-20) factor
 //
 // Better is greater, NaN the greatest as in torch's sort, and of equals the lower index.
 #pragma once

@@ -49,7 +49,7 @@ KDA_INLINE void store(T* to, Vec<T> x) {
 // Keep x in its register: a compiler may load it anew for every use, and loads are what a tile of
 // products waits for.
 template <class T>
-KDA_INLINE void keep(Vec<T>& x) {
+KDA_INLINE void keep([[maybe_unused]] Vec<T>& x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
 #elif defined(__AVX2__)

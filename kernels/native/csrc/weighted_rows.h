@@ -2,8 +2,8 @@
 //
 //     C[m] += sum_j p[m][j] b[j]
 //
-// Every number of C adds its products in the order of j, one rounding each, however the sum is tiled
-// and wherever the rows b are interrupted.
+// Every number of C adds its products in the order of j, one rounding each, however the sum is
+// tiled and wherever the rows b are interrupted.
 #pragma once
 
 #include <algorithm>
@@ -89,7 +89,7 @@ KDA_INLINE T largest_of(const T* x, int64_t count, T largest) {
     T lanes[L];
     store(lanes, best);
     for (int half = L / 2; half > 0; half /= 2) {
-      for (int lane = 0; lane < half; ++lane) lanes[lane] = std::max(lanes[lane], lanes[lane + half]);
+      for (int i = 0; i < half; ++i) lanes[i] = std::max(lanes[i], lanes[i + half]);
     }
     largest = std::max(largest, lanes[0]);
   }
@@ -107,8 +107,8 @@ void add_weighted(const WeightedRows<T, A>& sum) {
   if (m < sum.M) detail::add_rows<1>(sum, m);
 }
 
-// One block's sums [M, width] join those of earlier ones, scale[m] times. A long sum in blocks rounds
-// like a short one.
+// One block's sums [M, width] join those of earlier ones, scale[m] times. A long sum in blocks
+// rounds like a short one.
 template <class T>
 void join(T* C, const T* block, const T* scale, int64_t M, int64_t width) {
   for (int64_t m = 0; m < M; ++m, C += width, block += width) {

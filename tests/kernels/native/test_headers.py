@@ -7,14 +7,15 @@ import pytest
 
 from kernels.native.build import LEVELS, SOURCES, NotBuilt, cpu_level, find_compiler, level_flags
 
-PROGRAM = Path(__file__).with_name("headers_test.cpp")
+HERE = Path(__file__).parent
 # what a CPU of some level can run, widest last
 BELOW = {"AVX512": ["DEFAULT", *reversed(LEVELS)], "AVX2": ["DEFAULT", "AVX2"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["DEFAULT", *reversed(LEVELS)])
-def test_the_headers_agree_with_double_loops_and_no_sanitiser_objects(level, tmp_path):
+@pytest.mark.parametrize("source", ["kda_headers_test.cpp", "layer_headers_test.cpp"])
+def test_the_headers_agree_with_double_loops_and_no_sanitiser_objects(source, level, tmp_path):
     if level not in BELOW.get(cpu_level(), ["DEFAULT"]):
         pytest.skip(f"this CPU has {cpu_level()}")
     try:
@@ -24,11 +25,8 @@ def test_the_headers_agree_with_double_loops_and_no_sanitiser_objects(level, tmp
     program = tmp_path / "headers_test"
     checked = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    subprocess.run(
-        [compiler, *level_flags(level), *checked, *strict, f"-I{SOURCES}", PROGRAM, "-o", program],
-        check=True,
-        timeout=600,
-    )
+    flags = [*level_flags(level), *checked, *strict, f"-I{SOURCES}"]
+    subprocess.run([compiler, *flags, HERE / source, "-o", program], check=True, timeout=600)
     done = subprocess.run([program], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -1,61 +1,14 @@
-// The headers by themselves, against plain double loops written from architecture 3.2 to 3.6.
+// The KDA headers by themselves, against plain double loops written from architecture 3.2 to 3.6.
 // Every array has exactly the size that the headers may touch, so that a sanitiser sees a step
 // beyond it. Exit code 0 if all is near; else a line for each check that failed.
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <memory>
-#include <random>
 #include <vector>
 
+#include "checking.h"
 #include "layer.h"
 
 namespace {
-
-std::mt19937_64 random_bits(7);
-int failures = 0;
-
-double normal() { return std::normal_distribution<double>()(random_bits); }
-
-void check(const char* what, double error, double allowed) {
-  if (error <= allowed) return;  // false for NaN
-  std::printf("%s: error %g, allowed %g\n", what, error, allowed);
-  ++failures;
-}
-
-// Just the numbers, on the heap, without slack.
-template <class T>
-struct Array {
-  explicit Array(int64_t count) : size(count), numbers(new T[count]()) {}
-  T* data() const { return numbers.get(); }
-  T& operator[](int64_t i) const { return numbers[i]; }
-
-  int64_t size;
-  std::unique_ptr<T[]> numbers;
-};
-
-template <class T>
-double relative_error(const Array<T>& got, const std::vector<double>& truth) {
-  double worst = 0, largest = 1e-300;
-  for (int64_t i = 0; i < got.size; ++i) {
-    const double difference = std::abs(double(got[i]) - truth[i]);
-    worst = difference <= worst ? worst : difference;  // NaN is worse than anything
-    largest = std::max(largest, std::abs(truth[i]));
-  }
-  return worst / largest;
-}
-
-double to_double(kda::BFloat16 x) { return kda::widen<float>(x); }
-double to_double(double x) { return x; }
-
-template <class A>
-A from_double(double x) {
-  if constexpr (sizeof(A) == 2) {
-    return A{uint16_t(std::bit_cast<uint32_t>(float(x)) >> 16)};
-  } else {
-    return A(x);
-  }
-}
 
 // A layer's inputs and weights, and its recurrence in double over one row of one head.
 template <class A, class T>
