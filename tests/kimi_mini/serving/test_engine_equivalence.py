@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kimi_mini import Engine, KimiForCausalLM, SamplingParams, preset
-from kimi_mini.workbench.expert_choices import routers
+from kimi_mini.workbench.expert_choices import mixtures
 from tests.kimi_mini.serving.alone import (
     alone,
     assert_all_free,
@@ -118,12 +118,13 @@ def router_margins(model):
     """A list, to be filled layer by layer: by how much the last chosen expert was ahead, [N]."""
     margins = []
 
-    def keep(router, args, routing):
+    def keep(moe, args):
+        router, k = moe.gate, moe.gate.rule.top_k
         scores = torch.sigmoid(router.proj(args[0])) + router.e_score_correction_bias
         best = scores.sort(-1, descending=True).values
-        margins.append(best[:, router.top_k - 1] - best[:, router.top_k])
+        margins.append(best[:, k - 1] - best[:, k])
 
-    handles = [router.register_forward_hook(keep) for router in routers(model)]
+    handles = [moe.register_forward_pre_hook(keep) for moe in mixtures(model)]
     yield margins
     for handle in handles:
         handle.remove()
