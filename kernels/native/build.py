@@ -8,6 +8,7 @@ Builds of several processes wait for each other, and a library appears whole or 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -30,7 +31,7 @@ SOURCES = Path(__file__).resolve().parent / "csrc"
 # Products are never contracted to fused ones behind the source's back (-ffp-contract=off): the same
 # expression must have the same bits wherever it is inlined.
 _LANGUAGE = ("-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
+_FLAGS = ("-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
 
 # What torch's own report of this CPU allows; any other level is compiled for the baseline.
 LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -93,7 +94,7 @@ def build() -> Built:
                 return Built(path, level, 0.0)
             print(
                 f"kernels: compiling the native operators for {level} with {compiler}, once, "
-                f"about half a minute, into {path.parent}",
+                f"about a minute, into {path.parent}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -117,34 +118,47 @@ def _key(level: str) -> str:
 
 
 def _compile(compiler: str, level: str, path: Path) -> float:
-    """Seconds taken. The library gets its name when it is complete."""
-    folder = Path(torch.__file__).resolve().parent
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
+    """Seconds taken. Sources side by side, then the library, which gets its name when complete."""
+    torch_folder = Path(torch.__file__).resolve().parent
+    libraries = torch_folder / "lib"
     command = [
         compiler,
         *level_flags(level),
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-isystem{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")),
-        *map(str, sorted(SOURCES.glob("*.cpp"))),
-        *("-o", name, f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"),
-        # torch's own OpenMP before the system's, for there must be one thread pool
-        *map(str, sorted((folder / "lib").glob("libgomp*"))),
+        *(f"-isystem{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")),
     ]
     begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [[*command, "-c", str(source), "-o", to] for source, to in objects.items()]
+            list(pool.map(_run, jobs))
+        library = f"{folder}/{path.name}"
+        _run(
+            [
+                *command,
+                "-shared",
+                *objects.values(),
+                *("-o", library, f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch"),
+                # torch's own OpenMP before the system's, for there must be one thread pool
+                *map(str, sorted(libraries.glob("libgomp*"))),
+            ]
+        )
+        os.replace(library, path)
+    return time.perf_counter() - begin
+
+
+def _run(command: list[str]) -> None:
+    """Raises NotBuilt if the compiler fails, with the first error that it names."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line]
-            said = (lines or done.stderr.splitlines() or ["no message"])[0]
-            raise NotBuilt(f"{shlex.quote(compiler)} failed with {done.returncode}: {said}")
-        os.replace(name, path)
     except subprocess.TimeoutExpired:
-        raise NotBuilt(f"{compiler} did not end within {_TIMEOUT:.0f} s") from None
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return time.perf_counter() - begin
+        raise NotBuilt(f"{command[0]} did not end within {_TIMEOUT:.0f} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        said = (lines or done.stderr.splitlines() or ["no message"])[0]
+        raise NotBuilt(f"{shlex.quote(command[0])} failed with {done.returncode}: {said}")
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """Make CXX a script; returns (install(then), calls())."""
+    """Make CXX a script; returns (install(then), calls()). A build calls it once for every source
+    and once for the library."""
     script, log = tmp_path / "compiler", tmp_path / "calls"
 
     def install(then=""):
@@ -39,6 +40,9 @@ def compiler(tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", str(script))
 
     return install, lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+ONE_BUILD = len([*building.SOURCES.glob("*.cpp")]) + 1
 
 
 def files():
@@ -56,7 +60,7 @@ def test_a_library_is_compiled_once_and_then_needs_no_compiler(compiler, monkeyp
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
     assert build() == first._replace(seconds=0.0)
-    assert calls() == 1
+    assert calls() == ONE_BUILD
     assert capfd.readouterr().err == ""
     assert files() == ["kda_native.so", "lock"]
 
@@ -107,7 +111,7 @@ def test_processes_that_build_at_once_compile_once(compiler):
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         paths = set(pool.map(start, range(2)))
-    assert len(paths) == 1 and calls() == 1
+    assert len(paths) == 1 and calls() == ONE_BUILD
 
 
 def test_no_compiler_is_a_reason(monkeypatch):
@@ -126,7 +130,7 @@ def test_a_failed_build_names_the_first_error_and_leaves_nothing_to_load(compile
     for _ in range(2):
         with pytest.raises(NotBuilt, match=re.escape("failed with 3: a.h:2: error: what is this")):
             build()
-    assert calls() == 2 and files() == ["lock"]
+    assert 2 <= calls() < 2 * ONE_BUILD and files() == ["lock"]
 
 
 def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
