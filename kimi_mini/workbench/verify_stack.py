@@ -157,7 +157,7 @@ def run_layer(
     layer: KimiDeltaAttention, backend: str, x: Tensor, lengths: Sequence[int], steps: Steps
 ) -> Results:
     """Outputs and states of x [tokens, hidden] through one layer, over slots full of NaN."""
-    H, D = layer.heads
+    H, D = layer.dt_bias.shape
     window = layer.conv_weight.shape[1] - 1
     slots, dispatcher = 2 * len(lengths), KDAKernelDispatcher(backend)
     state = KDAState(
