@@ -69,7 +69,7 @@ def test_a_decode_step_that_forgets_the_window_is_found(monkeypatch):
         return right(x, weight, torch.zeros_like(conv0))
 
     monkeypatch.setattr(kda, "short_conv_step", wrong)
-    net = verify_stack.open_subject("nano", torch.float32, 0, "auto")
+    net = verify_stack.open_subject("nano", torch.float32, 0, "torch")
     found = exceeding(verify_stack.model_checks(net, seed=0))
     for quantity in ("outputs", "recurrent", "conv", "latent"):
         assert ("pieces and decode", quantity) in found
@@ -90,7 +90,7 @@ def test_states_that_change_places_are_found(monkeypatch):
         return step
 
     monkeypatch.setattr(KDAKernelDispatcher, "plan", wrong)
-    layer = verify_stack.open_subject("nano", torch.float32, 0, "auto").model.layers[0].self_attn
+    layer = verify_stack.open_subject("nano", torch.float32, 0, "torch").model.layers[0].self_attn
     found = exceeding(verify_stack.layer_checks(layer, "torch", torch.float32, seed=0))
     assert ("whole rows", "recurrent") in found
 
