@@ -271,6 +271,8 @@ template <class T, bool whole>
 void step(const T* initial, T* final, const Tokens<T>& in, int64_t count, T* out) {
   int64_t channel = 0;
   for (; channel + 8 <= count; channel += 8) {
+    // behind this head's channels lie the next one's
+    if (initial != nullptr) prefetch(initial + (channel + 8) * in.K, 8 * in.K);
     step_rows<T, 8, whole>(initial, final, in, channel, out);
   }
   for (; channel < count; ++channel) step_rows<T, 1, whole>(initial, final, in, channel, out);
