@@ -172,9 +172,10 @@ def alone(
 
 
 def _expected(
-    own: SamplingParams, out: list[int], logprobs: list, reason: FinishReason
+    own: SamplingParams, out: list[int], logprobs: list, reason: FinishReason, unseen: int = 0
 ) -> Expected:
-    text, found = _text(own, out), _first_stop(own, out)
+    """unseen: tokens that have come and have no text."""
+    text, found = _text(own, out), _first_stop(own, out, unseen=unseen)
     if found:
         place, stop = found
         text = text[: place + (len(stop) if own.include_stop_str_in_output else 0)]
@@ -186,7 +187,8 @@ def _ended_by_token(
     own: SamplingParams, ends: frozenset[int], out: list[int], logprobs: list
 ) -> Expected:
     shown = out if own.include_stop_str_in_output else out[:-1]
-    text = _expected(own, shown, logprobs, FinishReason.STOP).text
+    unseen = len(out) - len(shown)
+    text = _expected(own, shown, logprobs, FinishReason.STOP, unseen).text
     reason = None if out[-1] in ends else out[-1]
     said = None if own.logprobs is None else list(logprobs)
     return Expected(tuple(out), text, FinishReason.STOP, reason, said)
@@ -199,10 +201,12 @@ def _text(own: SamplingParams, out: list[int], whole: bool = True) -> str:
     return text + stream.finish() if whole else text
 
 
-def _first_stop(own: SamplingParams, out: list[int], whole: bool = True) -> tuple[int, str] | None:
+def _first_stop(
+    own: SamplingParams, out: list[int], whole: bool = True, unseen: int = 0
+) -> tuple[int, str] | None:
     """By trying every place: where the first stop string stands that ends after the text of the
     first min_tokens tokens; there is none before another token has come (vLLM's rule)."""
-    if len(out) <= own.min_tokens:
+    if len(out) + unseen <= own.min_tokens:
         return None
     text, border = _text(own, out, whole), len(_text(own, out[: own.min_tokens], whole=False))
     places = [
