@@ -50,7 +50,9 @@ class KDAState(NamedTuple):
 class Backend(NamedTuple):
     """One family of kernels. extend(inputs, weights, S0, conv0, query_start, exports);
     decode(inputs, weights, S0, conv0). Where takes(inputs, weights) allows it,
-    on_slots(inputs, weights, state, rows) runs rows in place instead. functions: of the layers."""
+    on_slots(inputs, weights, state, rows) runs rows in place instead. functions: of the layers.
+    one_kernel: rows of one token need no kernel of their own, so all rows of a step are one call.
+    """
 
     name: str
     export_alignment: int
@@ -59,6 +61,7 @@ class Backend(NamedTuple):
     decode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     on_slots: Callable[..., Tensor] | None = None
     takes: Callable[..., bool] = lambda _inputs, _weights: False
+    one_kernel: bool = False
 
 
 def _torch_backend(kernel_chunk: int) -> Backend:
@@ -92,7 +95,8 @@ def _native_backend(kernel_chunk: int) -> Backend:
         return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
 
     extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
-    return Backend("native", 1, NATIVE, extend, kda_decode, operators.kda_rows, operators.takes)
+    rows, takes = operators.kda_rows, operators.takes
+    return Backend("native", 1, NATIVE, extend, kda_decode, rows, takes, one_kernel=True)
 
 
 _BUILDERS = {"native": _native_backend, "torch": _torch_backend, "reference": _reference_backend}
@@ -152,7 +156,7 @@ class KDAKernelDispatcher:
             num_slots=num_slots,
             export_alignment=self.export_alignment,
             num_tokens=num_tokens,
-            extend_only=extend_only,
+            extend_only=extend_only or self.backend.one_kernel,
         )
 
     def extend(
@@ -171,7 +175,7 @@ class KDAKernelDispatcher:
         self, inputs: KDAInputs, weights: KDAWeights, state: KDAState | None, step: KDAMetadata
     ) -> Tensor:
         """Rows of exactly one token (or none) → o [N, H, V]; slots are changed in place."""
-        if step.extend is not None:
+        if step.extend is not None and step.extend.query_start[-1] > len(step.extend.resumed):
             raise ValueError("decode was given rows of more than one token; use mixed")
         return self.mixed(inputs, weights, state, step)
 

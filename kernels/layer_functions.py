@@ -42,6 +42,7 @@ class LayerFunctions(NamedTuple):
     mla_output: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
     moe: Callable[..., Tensor]
+    decoder: Callable[..., Tensor | None] | None = None  # all layers at once (kernels.decoder)
 
 
 TORCH = LayerFunctions(

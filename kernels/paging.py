@@ -11,10 +11,13 @@ otherwise make every short one as dear as itself.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,18 +63,45 @@ class DecodeRows(NamedTuple):
     beyond: Tensor | None
 
 
-class Destinations(NamedTuple):
-    """Where the latent rows of a step are written."""
+@dataclass(frozen=True)
+class Destinations:
+    """Where the latent rows of a step are written: out_rows [N], as row numbers that count through
+    all pages of `page` rows, -1 for nowhere."""
 
-    kept: Tensor | None  # [N] bool: which tokens' rows are written; None: all
-    index: RowIndex  # [kept] each
+    out_rows: Tensor
+    page: int
+
+    @functools.cached_property
+    def kept(self) -> Tensor | None:
+        """[N] bool: which tokens' rows are written; None: all."""
+        written = self.out_rows >= 0
+        return None if bool(written.all()) else written
+
+    @functools.cached_property
+    def index(self) -> RowIndex:
+        """The addresses of the rows that are written."""
+        places = self.out_rows if self.kept is None else self.out_rows[self.kept]
+        return RowIndex(places // self.page, places % self.page)
+
+
+class Span(NamedTuple):
+    """A row of a step: its first token in the batch, its tokens, its latent rows (context and
+    tokens)."""
+
+    first: int
+    count: int
+    total: int
+
+    @property
+    def context_len(self) -> int:
+        """Its latent rows before the step."""
+        return self.total - self.count
 
 
 class PagedRows(NamedTuple):
     """All rows that own tokens, in their order, for a kernel that reads pages where they lie.
 
-    spans [B, 3] int64: first token in the batch, tokens, latent rows (context + tokens);
-    pages [B, P] int64, whatever beyond what a row needs
+    spans [B, 3] int64, as Span; pages [B, P] int64, whatever beyond what a row needs
     """
 
     spans: Tensor
@@ -80,12 +110,51 @@ class PagedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The rows of one step as latent attention sees them; empty rows are in no group. `rows` are
-    those of `extend` and `decode` once more."""
+    """The rows of one step as latent attention sees them; a row without tokens is not among them.
 
-    extend: tuple[ExtendRow, ...]
-    decode: tuple[DecodeRows, ...]
+    rows are for a kernel that reads pages where they lie; `extend` and `decode` share the same rows
+    out for one that gathers them.
+    """
+
+    spans: Sequence[Span]
     rows: PagedRows
+    page: int
+    num_tokens: int
+
+    @functools.cached_property
+    def extend(self) -> tuple[ExtendRow, ...]:
+        """The rows of several tokens."""
+        return tuple(
+            ExtendRow(slice(first, first + count), pages[: -(-total // self.page)], total - count)
+            for (first, count, total), pages in zip(self.spans, self.rows.pages, strict=True)
+            if count > 1
+        )
+
+    @functools.cached_property
+    def decode(self) -> tuple[DecodeRows, ...]:
+        """The rows of one token, in groups of similar length."""
+        single = [r for r, span in enumerate(self.spans) if span.count == 1]
+        groups = []
+        for group in similar([self.spans[r].total for r in single]):
+            rows = [single[i] for i in group]
+            whole = len(rows) == self.num_tokens
+            first = [self.spans[r].first for r in rows]
+            tokens = slice(0, len(rows)) if whole else torch.tensor(first)
+            totals = [self.spans[r].total for r in rows]
+            groups.append(_decode_rows(tokens, self.rows.pages[rows], totals, self.page))
+        return tuple(groups)
+
+    def places(self, num_tokens: int) -> list[int]:
+        """[num_tokens] the latent row, counted through all pages, that the page table gives each
+        token; -1 for tokens of no row."""
+        page, places = self.page, [-1] * num_tokens
+        for (first, count, total), pages in zip(self.spans, self.rows.pages.numpy(), strict=True):
+            before = (total - count) // page
+            own = pages[before : -(-total // page)].tolist()
+            places[first : first + count] = [
+                own[t // page - before] * page + t % page for t in range(total - count, total)
+            ]
+        return places
 
 
 def read_rows(pool: Tensor, pages: Tensor, count: int, beyond: Tensor | None = None) -> Tensor:
@@ -136,23 +205,13 @@ def build_attention_metadata(
         lowest = [int(slot > 0) for slot in slots]
     totals = [c + n if n else 0 for c, n in zip(context, lengths, strict=True)]
     table = _checked_table(page_table, totals, page, lowest, pages)
-    extend, single = [], []
-    for r, length in enumerate(lengths):
-        if length == 1:
-            single.append(r)
-        elif length:
-            pages_read = table[r, : -(-totals[r] // page)]
-            extend.append(ExtendRow(slice(begins[r], begins[r] + length), pages_read, context[r]))
-    decode = []
-    for group in similar([totals[r] for r in single]):
-        rows = [single[i] for i in group]
-        whole = len(rows) == starts[-1]
-        tokens = slice(0, len(rows)) if whole else torch.tensor([begins[r] for r in rows])
-        decode.append(_decode_rows(tokens, table[rows], [totals[r] for r in rows], page))
     occupied = [r for r, length in enumerate(lengths) if length]
-    spans = torch.tensor([(begins[r], lengths[r], totals[r]) for r in occupied], dtype=torch.long)
-    rows = PagedRows(spans.view(-1, 3), table[occupied])
-    return AttentionMetadata(tuple(extend), tuple(decode), rows)
+    spans = [Span(begins[r], lengths[r], totals[r]) for r in occupied]
+    rows = PagedRows(
+        torch.tensor(spans, dtype=torch.long).view(-1, 3),
+        table if len(occupied) == len(lengths) else table[occupied],
+    )
+    return AttentionMetadata(spans, rows, page, starts[-1])
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:
@@ -201,18 +260,22 @@ def _checked_table(
                 f"row {r} has {totals[r]} latent rows and needs {count} pages of {page}, but its "
                 f"page table has room for {room}"
             )
-    used = torch.arange(room) < torch.tensor(needed, dtype=torch.long).unsqueeze(1)
-    wrong = used & ((table < torch.tensor(lowest).view(-1, 1)) | (table >= pages))
-    if bool(wrong.any()):
-        r = int(wrong.any(1).nonzero()[0])
+    numbers = table.numpy()
+    used = np.arange(room) < np.array(needed, dtype=np.int64)[:, None]
+    allowed = (numbers >= np.array(lowest, dtype=np.int64)[:, None]) & (numbers < pages)
+    wrong = used & ~allowed
+    if wrong.any():
+        r = int(wrong.any(1).argmax())
         raise ValueError(
             f"row {r} needs {needed[r]} pages; its page table names "
-            f"{table[r, : needed[r]].tolist()}, allowed: {lowest[r]}..{pages - 1}"
+            f"{numbers[r, : needed[r]].tolist()}, allowed: {lowest[r]}..{pages - 1}"
         )
     return table
 
 
-def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> Destinations:
+def build_destinations(
+    out_rows: Tensor | Sequence[int], step: AttentionMetadata, page: int
+) -> Destinations:
     """Where the latent rows of a step go: out_rows [N] flat row numbers (page * page_size + place).
 
     A token may be written to the place that its row's page table gives it, or, with -1, nowhere
@@ -220,29 +283,26 @@ def build_destinations(out_rows: Tensor, step: AttentionMetadata, page: int) -> 
     row may name the sink page or -1, and are dropped. Raises ValueError for any other place, and
     for a place outside the sink that two tokens would be written to.
     """
-    own = torch.full_like(out_rows, -1)
-    for row in step.extend:
-        places = torch.arange(row.context_len, row.total)
-        own[row.tokens] = row.pages[places // page] * page + places % page
-    for group in step.decode:
-        last = group.lengths - 1
-        pages = group.pages.gather(1, (last // page).unsqueeze(1)).squeeze(1)
-        own[group.tokens] = pages * page + last % page
-    written = (out_rows >= 0) & (own >= 0)
-    wrong = torch.where(own >= 0, written & (out_rows != own), out_rows >= page)
-    if bool(wrong.any()):
-        t = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"out_rows sends token {t} to latent row {int(out_rows[t])}; "
-            + (
-                f"its page table gives it row {int(own[t])} (or -1: nowhere)"
-                if own[t] >= 0
-                else f"it belongs to no running row (allowed: -1, or the sink's 0..{page - 1})"
-            )
+    wanted = integers("out_rows", out_rows)
+    own = step.places(len(wanted))
+    if wanted != own:
+        wanted = [_place(t, *two, page) for t, two in enumerate(zip(wanted, own, strict=True))]
+    real = [place for place in wanted if place >= page]
+    if len(set(real)) < len(real):
+        twice, _ = collections.Counter(real).most_common(1)[0]
+        raise ValueError(f"out_rows sends several tokens to latent row {twice}")
+    return Destinations(torch.tensor(wanted, dtype=torch.long), page)
+
+
+def _place(token: int, wanted: int, own: int, page: int) -> int:
+    """Where a token is written that asks for `wanted` and may have `own`; -1: nowhere."""
+    if own < 0 and wanted < page:
+        return -1
+    if wanted not in (own, -1):
+        allowed = (
+            f"its page table gives it row {own} (or -1: nowhere)"
+            if own >= 0
+            else f"it belongs to no running row (allowed: -1, or the sink's 0..{page - 1})"
         )
-    real, counts = out_rows[written & (out_rows >= page)].unique(return_counts=True)
-    if bool((counts > 1).any()):
-        raise ValueError(f"out_rows sends several tokens to latent row {int(real[counts > 1][0])}")
-    kept = None if bool(written.all()) else written
-    places = out_rows if kept is None else out_rows[kept]
-    return Destinations(kept, RowIndex(places // page, places % page))
+        raise ValueError(f"out_rows sends token {token} to latent row {wanted}; {allowed}")
+    return wanted

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda_metadata import KDAMetadata
-from kernels.packing import check_integers
+from kernels.packing import check_integers, integers
 from kernels.paging import (
     AttentionMetadata,
     Destinations,
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
     dispatcher: KDAKernelDispatcher
     kda: KDAMetadata
-    attention: AttentionMetadata
+    attention: AttentionMetadata | None  # None: for KDA layers alone
     destinations: Destinations | None  # None: stateless, the batch's latent rows are the pool
 
 
@@ -103,29 +103,26 @@ def prepare_step(
     N = batch.token_ids.shape[0]
     pages, page = state.latent.shape[1:3]
     check_integers("slots", batch.slots)
-    check_range("out_rows", batch.out_rows, -1, pages * page)
-    if batch.out_rows.shape != (N,):
-        raise ValueError(f"out_rows must be [{N}], one a token; got {[*batch.out_rows.shape]}")
+    slots = batch.slots.tolist()
+    out_rows = check_range("out_rows", batch.out_rows, -1, pages * page)
+    if len(out_rows) != N:
+        raise ValueError(f"out_rows must be [{N}], one a token; got {[len(out_rows)]}")
     if batch.logits_at is not None:
         check_range("logits_at", batch.logits_at, 0, N)
+    query_start = integers("query_start", batch.query_start)
+    context_len = integers("context_len", batch.context_len)
     kda = dispatcher.plan(
-        batch.query_start,
-        batch.slots,
-        batch.context_len,
+        query_start,
+        slots,
+        context_len,
         batch.exports,
         num_slots=state.recurrent.shape[1] - 1,
         num_tokens=N,
     )
     attention = build_attention_metadata(
-        batch.query_start,
-        batch.context_len,
-        batch.page_table,
-        page=page,
-        pages=pages,
-        slots=batch.slots.tolist(),
+        query_start, context_len, batch.page_table, page=page, pages=pages, slots=slots
     )
-    destinations = build_destinations(batch.out_rows.long(), attention, page)
-    return Step(dispatcher, kda, attention, destinations)
+    return Step(dispatcher, kda, attention, build_destinations(out_rows, attention, page))
 
 
 def check_state(state: ModelState, config: KimiConfig, dtype: torch.dtype) -> None:
@@ -162,13 +159,15 @@ def state_form(
     )
 
 
-def check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    """ValueError unless `values` is a one-axis integer tensor within low .. high-1."""
+def check_range(name: str, values: Tensor, low: int, high: int) -> list[int]:
+    """The entries of a one-axis integer tensor; ValueError unless all are within low .. high-1."""
     check_integers(name, values)
-    if values.numel() and not (low <= int(values.min()) and int(values.max()) < high):
+    entries = values.tolist()
+    if entries and not (low <= min(entries) and max(entries) < high):
         raise ValueError(
-            f"{name} must lie in {low}..{high - 1}, got {int(values.min())}..{int(values.max())}"
+            f"{name} must lie in {low}..{high - 1}, got {min(entries)}..{max(entries)}"
         )
+    return entries
 
 
 def allocate_state(

@@ -30,7 +30,8 @@ from kimi_mini.batch import (
     stateless_step,
 )
 from kimi_mini.config import KimiConfig
-from kimi_mini.dtypes import torch_dtype
+from kimi_mini.decoder_call import DecoderCall
+from kimi_mini.dtypes import at_least_float32, torch_dtype
 from kimi_mini.layers.attn_res import AttnResidual, PlainResidual, ResidualStream, start_stream
 from kimi_mini.layers.kda import KimiDeltaAttention
 from kimi_mini.layers.mla import LatentAttention
@@ -105,6 +106,7 @@ class KimiModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, dtype) for i in range(config.num_hidden_layers)
         )
+        self.kinds = [config.is_kda_layer(i) for i in range(config.num_hidden_layers)]
         self.blocks = sum(layer.opens_block for layer in self.layers)
         self.output_attn_res = residual_reader(config, dtype)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -113,16 +115,25 @@ class KimiModel(nn.Module):
         self,
         ids: Tensor,
         step: Step,
-        layer_states: list[KDAState | Tensor | None],
+        state: ModelState | None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Packed ids [N] → normed hidden states [N, hidden], or those of the wanted tokens [M]."""
+        """Packed ids [N] → normed hidden states [N, hidden], or those of the wanted tokens [M].
+
+        state None: every row from zeros, nothing kept.
+        """
         stream = start_stream(self.embed_tokens(ids), self.blocks)
-        for layer, state in zip(self.layers, layer_states, strict=True):
-            stream = layer(stream, step, state)
+        states = [None] * len(self.layers) if state is None else self._layer_states(state)
+        for layer, own in zip(self.layers, states, strict=True):
+            stream = layer(stream, step, own)
         if wanted is not None:
             stream = stream.at(wanted)
         return self.output_attn_res(stream, self.norm, step.dispatcher.functions)
+
+    def _layer_states(self, state: ModelState) -> list[KDAState | Tensor]:
+        kda = iter(zip(state.recurrent, state.conv, strict=True))
+        latent = iter(state.latent)
+        return [KDAState(*next(kda)) if is_kda else next(latent) for is_kda in self.kinds]
 
 
 class KimiForCausalLM(nn.Module):
@@ -150,6 +161,7 @@ class KimiForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self._at_once = DecoderCall(self)
         self.load_report: LoadReport | None = None  # what from_pretrained found
 
     @classmethod
@@ -204,7 +216,7 @@ class KimiForCausalLM(nn.Module):
         check_range("input_ids", ids, 0, self.config.vocab_size)
         B, T = input_ids.shape
         step = stateless_step(B, T, self.dispatcher)
-        hidden = self.model(ids.long(), step, [None] * self.config.num_hidden_layers)
+        hidden = self.model(ids.long(), step, None)
         return self.logits(hidden).view(B, T, self.config.vocab_size)
 
     @torch.inference_mode()
@@ -217,29 +229,38 @@ class KimiForCausalLM(nn.Module):
         not fit the state or the model.
         """
         step = prepare_step(batch, state, self.config, self.dtype, self.dispatcher)
-        ids = batch.token_ids.long()
-        states = self._layer_states(state)
+        spans = step.attention.spans
         if batch.logits_at is not None:
-            return self.logits(self.model(ids, step, states, batch.logits_at.long()))
-        query_start = batch.query_start.long()
-        occupied = (query_start[1:] > query_start[:-1]) & (batch.slots != -1)
-        last = query_start[1:][occupied] - 1
-        logits = self.logits(self.model(ids, step, states, last))
-        if bool(occupied.all()):
+            return self._logits_of(batch.logits_at.long(), batch, step, state)
+        every_token = len(spans) == batch.token_ids.shape[0]  # is the last one of a row
+        last = None if every_token else torch.tensor([s.first + s.count - 1 for s in spans])
+        logits = self._logits_of(last, batch, step, state)
+        B = batch.slots.shape[0]
+        if len(spans) == B:
             return logits
-        out = logits.new_zeros(len(occupied), logits.shape[1])
-        out[occupied] = logits
+        out = logits.new_zeros(B, logits.shape[1])
+        out[(batch.query_start.diff() > 0) & (batch.slots != -1)] = logits
         return out
+
+    def hold_weights(self) -> None:
+        """Promise that no parameter and no module will be put in another's place from now on (what
+        changes in place is seen), so that a step of the native backend need not look for them."""
+        self._at_once.hold()
+
+    def _logits_of(
+        self, tokens: Tensor | None, batch: ForwardBatch, step: Step, state: ModelState
+    ) -> Tensor:
+        """Logits of some tokens of the step, or of all; at least float32."""
+        ids = batch.token_ids.long()
+        logits = self._at_once(ids, step, state, tokens)
+        if logits is None:
+            return self.logits(self.model(ids, step, state, tokens))
+        return _wide(logits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [..., hidden] → logits [..., vocab], at least float32."""
-        logits = self.lm_head(hidden, self.dispatcher.functions)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return _wide(self.lm_head(hidden, self.dispatcher.functions))
 
-    def _layer_states(self, state: ModelState) -> list[KDAState | Tensor]:
-        kda = iter(zip(state.recurrent, state.conv, strict=True))
-        latent = iter(state.latent)
-        return [
-            KDAState(*next(kda)) if self.config.is_kda_layer(i) else next(latent)
-            for i in range(self.config.num_hidden_layers)
-        ]
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(at_least_float32(logits.dtype))

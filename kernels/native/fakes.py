@@ -7,7 +7,7 @@ def register() -> None:
     """Tell torch, once the library has been loaded."""
     layers = (few_rows, linear, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
     sublayers = (kda_inputs, kda_output, mla_inputs, mla_output, mlp, moe)
-    for fake in (kda_scan, kda_rows_, latent_attention, *layers, *sublayers):
+    for fake in (kda_scan, kda_rows_, latent_attention, decoder, *layers, *sublayers):
         torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
 
 
@@ -92,3 +92,8 @@ def latent_attention(q, pool, kv_b, spans, pages):
     nope = q.shape[2] - (pool.shape[2] - kv_b.shape[2])
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:2], kv_b.shape[1] - nope, dtype=wide)
+
+
+def decoder(ids, wanted, weights, *_rest):
+    head = weights[-1]
+    return head.new_empty(len(ids if wanted is None else wanted), len(head))

@@ -8,9 +8,12 @@ where `linear` is part of it, which is one product for few rows and another for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.decoder import DecoderForm, DecoderState, StepRows
 from kernels.glu import GLUForm
 from kernels.kda import KDAInputs
 from kernels.layer_functions import TORCH
@@ -145,6 +148,46 @@ def attend(q: Tensor, pool: Tensor, kv_b: Tensor, step: AttentionMetadata) -> Te
     return operators().latent_attention(q, pool, kv_b, *step.rows)
 
 
+def decoder(
+    ids: Tensor,
+    wanted: Tensor | None,
+    form: DecoderForm,
+    weights: Sequence[Tensor | None],
+    state: DecoderState,
+    rows: StepRows,
+) -> Tensor | None:
+    """ids [N] → logits [M, vocab] of the wanted tokens [M] (None: of all), in the dtype of the
+    head; in place: state at the rows' slots, exports and out_rows. None, with nothing done, where
+    the operators do not serve.
+
+    Weights are checked by the layers as they run: a wrong one raises behind the writes of earlier
+    layers.
+    """
+    if torch.is_grad_enabled() or not serves(state.conv):
+        return None
+    *sizes, rule, glu_form = form
+    slots = rows.slots
+    return operators().decoder(
+        ids,
+        wanted,
+        weights,
+        *sizes,
+        *rule,
+        glu_form.situ,
+        glu_form.beta or 1.0,
+        glu_form.linear_beta,
+        *state,
+        slots.query_start,
+        slots.slots,
+        slots.resumed,
+        [export.row for export in slots.exports],
+        [export.offset for export in slots.exports],
+        slots.export_slots,
+        *rows.paged,
+        rows.out_rows,
+    )
+
+
 NATIVE = TORCH._replace(
     linear=linear,
     mix_norm=mix_norm,
@@ -161,4 +204,5 @@ NATIVE = TORCH._replace(
     mla_output=mla_output,
     mlp=mlp,
     moe=moe,
+    decoder=decoder,
 )

@@ -19,6 +19,7 @@ class ModelExecutor:
 
     def __init__(self, model: KimiForCausalLM, memory: Memory) -> None:
         self.model, self.memory = model, memory
+        model.hold_weights()
 
     def run(self, plans: Sequence[StepPlan], wanted: Sequence[range]) -> list[Tensor]:
         """One step of B rows. wanted[r]: boundaries' tokens, as absolute positions within the plan,

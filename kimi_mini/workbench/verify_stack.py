@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
 from kernels.numerics import compute_dtype
-from kernels.paging import AttentionMetadata
 from kimi_mini.batch import ForwardBatch, Step, allocate_state
 from kimi_mini.config import PRESETS, ConfigError, KimiConfig, preset
 from kimi_mini.layers.kda import KimiDeltaAttention
@@ -167,9 +166,7 @@ def run_layer(
 
     def forward(tokens: Tensor, *rows: Sequence) -> Tensor:
         plan = dispatcher.plan(*rows, num_slots=slots)
-        return layer(
-            x[tokens], Step(dispatcher, plan, AttentionMetadata((), None, None), None), state
-        )
+        return layer(x[tokens], Step(dispatcher, plan, None, None), state)
 
     with torch.no_grad():
         outputs = run_rows(lengths, steps, forward)

@@ -62,13 +62,16 @@ def test_native_exports_fall_anywhere():
     assert KDAKernelDispatcher("native", 48).export_alignment == 1
 
 
-def test_extend_and_decode_refuse_steps_of_the_other_kind():
+@pytest.mark.parametrize("backend", ["torch", "reference", "native"])
+def test_extend_and_decode_refuse_steps_of_the_other_kind(backend):
+    """A backend with one kernel for both extends rows of one token too."""
     weights, inputs, state = make_weights(), make_inputs(3), make_state(2)
     before = copied(state)
-    dispatcher = KDAKernelDispatcher()
+    dispatcher = KDAKernelDispatcher(backend)
     step = dispatcher.plan([0, 2, 3], [1, 2], [0, 0], num_slots=2)
-    with pytest.raises(ValueError, match="decode rows; use mixed"):
-        dispatcher.extend(inputs, weights, state, step)
+    if backend != "native":
+        with pytest.raises(ValueError, match="decode rows; use mixed"):
+            dispatcher.extend(inputs, weights, state, step)
     with pytest.raises(ValueError, match="more than one token; use mixed"):
         dispatcher.decode(inputs, weights, state, step)
     assert_untouched(state, before, range(3))

@@ -7,7 +7,6 @@ import torch
 
 from kernels.paging import (
     Destinations,
-    RowIndex,
     build_attention_metadata,
     build_destinations,
     read_rows,
@@ -16,10 +15,9 @@ from kernels.paging import (
 )
 
 
-def places(flat, page, kept=None):
+def places(flat, page):
     """Destinations of flat row numbers."""
-    flat = torch.as_tensor(flat)
-    return Destinations(kept, RowIndex(flat // page, flat % page))
+    return Destinations(torch.as_tensor(flat), page)
 
 
 def test_row_t_lives_in_page_t_by_page_at_place_t_modulo_page():

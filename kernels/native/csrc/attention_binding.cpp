@@ -1,16 +1,16 @@
 // Latent attention as torch sees it.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "checks.hpp"
+#include "functions.hpp"
 #include "latent_attention.h"
 
+namespace kda::ops {
 namespace {
 
 using namespace kda::checks;
@@ -64,7 +64,7 @@ void each(int64_t count, Act&& act) {
 
 template <class T, class A>
 void run_absorbed(const kda::LatentAttention<T, A>& call,
-                  const std::vector<kda::AttentionRow>& rows, const at::TensorOptions& wide) {
+                  const std::vector<kda::AttentionRow>& rows, at::ScalarType wide) {
   const kda::LatentShape& s = call.shape;
   std::vector<int64_t> tokens;
   for (const auto& row : rows) {
@@ -82,8 +82,8 @@ void run_absorbed(const kda::LatentAttention<T, A>& call,
     }
     offset += row.count;
   }
-  const Tensor q = at::empty({count(tokens), s.heads, s.row()}, wide);
-  const Tensor latent = at::empty({count(tokens), s.heads, s.latent}, wide);
+  const Tensor q = empty({count(tokens), s.heads, s.row()}, wide);
+  const Tensor latent = empty({count(tokens), s.heads, s.latent}, wide);
   const kda::Absorbed<T> absorbed{tokens.data(), count(tokens), mutable_data<T>(q),
                                   mutable_data<T>(latent)};
   each(s.heads, [&](int64_t head) { kda::absorb(call, absorbed, head, room<T>()); });
@@ -94,6 +94,8 @@ void run_absorbed(const kda::LatentAttention<T, A>& call,
   });
   each(s.heads, [&](int64_t head) { kda::expand(call, absorbed, head, room<T>()); });
 }
+
+}  // namespace
 
 Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
                         const Tensor& spans, const Tensor& pages) {
@@ -130,15 +132,15 @@ Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
   }
   const Tensor heads = q.stride(2) == 1 && q.stride(1) == q.size(2) ? q : q.contiguous();
   const Tensor matrix = kv_b.contiguous();
-  const auto options = q.options().dtype(type);
-  Tensor o = tokens == N ? at::empty({N, H, V}, options) : at::zeros({N, H, V}, options);
+  Tensor o = empty({N, H, V}, type);
+  if (tokens < N) o.zero_();  // tokens of no row
   with_types("q", element, [&](auto number, auto memory) {
     using T = decltype(number);
     using A = decltype(memory);
     const kda::LatentAttention<T, A> call{shape,          data<A>(heads), heads.stride(0),
                                           data<A>(pool),  pool.stride(0), page,
                                           data<A>(matrix), mutable_data<T>(o)};
-    if (!few.empty()) run_absorbed(call, few, options);
+    if (!few.empty()) run_absorbed(call, few, type);
     each(count(many) * H, [&](int64_t i) {
       kda::attend_materialised(call, many[i / H], i % H, room<T>());
     });
@@ -146,7 +148,9 @@ Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
   return o;
 }
 
-}  // namespace
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def(

@@ -6,11 +6,9 @@
 #include <vector>
 
 #include "elementwise.h"
+#include "tensors.hpp"
 
 namespace kda::checks {
-
-using at::IntArrayRef;
-using at::Tensor;
 
 template <class Sequence>
 int64_t count(const Sequence& numbers) {

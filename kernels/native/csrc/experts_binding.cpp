@@ -2,7 +2,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -11,9 +10,11 @@
 
 #include "checks.hpp"
 #include "experts.h"
+#include "functions.hpp"
 #include "routing.h"
 #include "scratch.h"
 
+namespace kda::ops {
 namespace {
 
 using namespace kda::checks;
@@ -32,6 +33,8 @@ Tensor check_choices(const Tensor& experts, int64_t N, int64_t k, int64_t count)
   }
   return choices;
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                  int64_t top_k, int64_t groups, int64_t kept_groups,
@@ -52,11 +55,11 @@ std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& weight, const Te
                     "groups must divide ", E, " experts, and kept_groups be 1..groups; got ",
                     groups, " and ", kept_groups);
   TORCH_CHECK_VALUE(top_k > 0 && top_k <= E, "top_k must be 1..", E, ", got ", top_k);
-  const Tensor tokens = x.to(type).contiguous(), matrix = weight.contiguous();
-  const Tensor offsets = bias.to(type).contiguous();
+  const Tensor tokens = typed(x, type).contiguous(), matrix = weight.contiguous();
+  const Tensor offsets = typed(bias, type).contiguous();
   const Tensor chosen = experts ? check_choices(*experts, N, top_k, E).clone()
-                                : at::empty({N, top_k}, x.options().dtype(at::kLong));
-  const Tensor weights = at::empty({N, top_k}, x.options().dtype(type));
+                                : empty({N, top_k}, at::kLong);
+  const Tensor weights = empty({N, top_k}, type);
   const kda::RouterRule rule{top_k, groups, kept_groups, renormalise, factor};
   std::atomic<bool> enough = true;
   with_types("weight", element, [&](auto number, auto memory) {
@@ -110,8 +113,8 @@ Tensor mix_experts(const Tensor& x, const Tensor& experts, const Tensor& weights
   const Tensor choices = check_choices(experts, N, k, E);
   const Tensor tokens = L < 2 || x.stride(1) == 1 ? x : x.contiguous();
   const Tensor shares = weights.contiguous();
-  const Tensor y = at::empty({N, L}, x.options().dtype(type));
-  const Tensor out = at::empty({N * k, L}, y.options());
+  const Tensor y = empty({N, L}, type);
+  const Tensor out = empty({N * k, L}, type);
   const auto plan = kda::plan_experts(data<int64_t>(choices), N * k, E);
   with_types("x", element, [&](auto number, auto memory) {
     using T = decltype(number);
@@ -135,7 +138,9 @@ Tensor mix_experts(const Tensor& x, const Tensor& experts, const Tensor& weights
   return y;
 }
 
-}  // namespace
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def(

@@ -1,7 +1,6 @@
 // The KDA operators as torch sees them: checks first, then pointers, then torch's own threads.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -9,10 +8,11 @@
 #include <vector>
 
 #include "checks.hpp"
-#include "large.hpp"
+#include "functions.hpp"
 #include "layer.h"
 #include "scan.h"
 
+namespace kda::ops {
 namespace {
 
 using namespace kda::checks;
@@ -126,9 +126,8 @@ std::tuple<Tensor, Tensor, Tensor> kda_scan(const Tensor& q, const Tensor& k, co
   const std::pair<const char*, const Tensor*> operands[] = {
       {"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", &beta}, {"S0", &S0}};
   for (const auto& [name, x] : operands) check_dtype(name, *x, dtype);
-  Tensor o = kda::empty_for_long({N, H, V}, S0.options()), S = at::empty(S0.sizes(), S0.options());
-  Tensor exported =
-      at::empty({count(export_rows), H, V, K}, S0.options());
+  Tensor o = empty_for_long({N, H, V}, dtype), S = empty(S0.sizes(), dtype);
+  Tensor exported = empty({count(export_rows), H, V, K}, dtype);
   const auto run = [&](auto number) {
     scan_given<decltype(number)>(q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(),
                                  beta.contiguous(), S0.contiguous(), query_start, export_rows,
@@ -167,7 +166,7 @@ void check_slots(const Slots& slots, int64_t count) {
 
 // [N, ...] with everything behind the first axis side by side.
 Tensor token_major(const Tensor& x) {
-  const Tensor flat = x.flatten(1);
+  const Tensor flat = x.dim() == 2 ? x : x.flatten(1);
   return flat.size(1) < 2 || flat.stride(1) == 1 ? flat : flat.contiguous();
 }
 
@@ -216,6 +215,8 @@ void run_layer(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   });
 }
 
+}  // namespace
+
 Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
                  const Tensor& conv_weight, const Tensor& A_log, const Tensor& dt_bias,
                  std::optional<double> lower_bound, Tensor& recurrent, Tensor& conv,
@@ -257,9 +258,9 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   check_slots(named, recurrent.size(0));
 
   const Tensor x = token_major(qkv), r = token_major(gate), b = token_major(beta);
-  const Tensor taps = conv_weight.to(wide).contiguous(), rates = A_log.to(wide).contiguous();
-  const Tensor bias = dt_bias.to(wide).contiguous();
-  Tensor o = kda::empty_for_long({N, H, V}, recurrent.options());
+  const Tensor taps = typed(conv_weight, wide).contiguous(), rates = typed(A_log, wide).contiguous();
+  const Tensor bias = typed(dt_bias, wide).contiguous();
+  Tensor o = empty_for_long({N, H, V}, wide);
   const auto run = [&](auto number, auto element) {
     using T = decltype(number);
     const kda::LayerWeights<T> weights{taps.const_data_ptr<T>(),
@@ -279,7 +280,9 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   return o;
 }
 
-}  // namespace
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY(kda_native, m) {
   m.def(

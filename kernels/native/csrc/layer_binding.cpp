@@ -1,18 +1,18 @@
 // What layers compute token by token, as torch sees it: norms, gates, activations, mixtures.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include <vector>
 
 #include "attn_res.h"
 #include "checks.hpp"
+#include "functions.hpp"
 #include "glu.h"
 #include "norms.h"
 #include "scratch.h"
 
+namespace kda::ops {
 namespace {
 
 using namespace kda::checks;
@@ -37,7 +37,7 @@ Tensor tokens_of(const Tensor& x) {
 Tensor weight_vector(const char* name, const Tensor& weight, int64_t width, at::ScalarType type) {
   check_shape(name, weight, {width});
   TORCH_CHECK_VALUE(weight.device().is_cpu(), name, " must be on the CPU, got ", weight.device());
-  return weight.to(type).contiguous();
+  return typed(weight, type).contiguous();
 }
 
 // The type of arithmetic on tensors of these types: wide(a) unless one is Double and one is not.
@@ -53,13 +53,15 @@ T* room(int64_t count) {
   return mine.at_least(count);
 }
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   TORCH_CHECK_VALUE(x.dim() > 0, "x must have an axis");
   const int64_t width = x.size(-1);
   const auto type = shared_type("x and weight", x.scalar_type(), weight.scalar_type());
   check_dtype("x", x, x.scalar_type());
   const Tensor w = weight_vector("weight", weight, width, type), rows = tokens_of(x);
-  Tensor y = at::empty(x.sizes(), x.options().dtype(weight.scalar_type()));
+  Tensor y = empty(x.sizes(), weight.scalar_type());
   with_types("x", x.scalar_type(), [&](auto number, auto in) {
     with_types("weight", weight.scalar_type(), [&](auto, auto out) {
       using T = decltype(number);
@@ -84,7 +86,7 @@ Tensor gated_norm(const Tensor& o, const Tensor& gate, const Tensor& weight, dou
   check_dtype("o", o, type);
   const Tensor w = weight_vector("weight", weight, V, type);
   const Tensor heads = o.contiguous(), logits = tokens_of(gate);
-  Tensor y = at::empty({N, H * V}, gate.options());
+  Tensor y = empty({N, H * V}, gate.scalar_type());
   with_types("gate", gate.scalar_type(), [&](auto number, auto element) {
     using T = decltype(number);
     using G = decltype(element);
@@ -103,7 +105,7 @@ Tensor gated(const Tensor& o, const Tensor& gate) {
   check_dtype("o", o, wide(gate.scalar_type()));
   const Tensor values = tokens_of(o), logits = tokens_of(gate);
   const int64_t width = values.size(1);
-  Tensor y = at::empty(gate.sizes(), gate.options());
+  Tensor y = empty(gate.sizes(), gate.scalar_type());
   with_types("gate", gate.scalar_type(), [&](auto number, auto element) {
     using T = decltype(number);
     using G = decltype(element);
@@ -123,7 +125,7 @@ Tensor glu(const Tensor& gate_up, bool situ, double beta, std::optional<double> 
   const int64_t width = rows.size(1) / 2;
   auto shape = gate_up.sizes().vec();
   shape.back() = width;
-  Tensor y = at::empty(shape, gate_up.options());
+  Tensor y = empty(shape, gate_up.scalar_type());
   const kda::GLUForm form{situ, beta, linear_beta};
   with_types("gate_up", gate_up.scalar_type(), [&](auto number, auto element) {
     using A = decltype(element);
@@ -152,19 +154,21 @@ Tensor mix_norm(const Tensor& prefix, const Tensor& bank, const Tensor& bank_rms
   TORCH_CHECK_VALUE(width < 2 || bank.stride(2) == 1, "bank must have sources that are ",
                     "contiguous, got strides ", bank.strides());
   const Tensor own = tokens_of(prefix), w = weight_vector("weight", weight, width, type);
-  const Tensor query = at::mul(weight_vector("norm", norm, width, type),
-                               weight_vector("proj", proj, width, type));
+  const Tensor scale = weight_vector("norm", norm, width, type);
+  const Tensor direction = weight_vector("proj", proj, width, type);
   const Tensor rms = tokens_of(bank_rms);
-  Tensor y = at::empty({N, width}, weight.options());
+  Tensor y = empty({N, width}, weight.scalar_type());
   with_types("weight", weight.scalar_type(), [&](auto number, auto out) {
     using T = decltype(number);
     using Y = decltype(out);
+    std::vector<T> query(width);  // c = norm * proj
+    for (int64_t i = 0; i < width; ++i) query[i] = data<T>(scale)[i] * data<T>(direction)[i];
     each_token(N, 2 * (m + 1) * width, [&](int64_t t) {
       const kda::Sources<T> sources{data<T>(bank) + t * bank.stride(0), bank.stride(1),
                                     data<T>(rms) + t * rms.stride(0), m,
                                     data<T>(own) + t * own.stride(0)};
       T* mixture = room<T>(width + m + 1);
-      kda::mix(mixture, sources, data<T>(query), width, static_cast<T>(eps), mixture + width);
+      kda::mix(mixture, sources, query.data(), width, static_cast<T>(eps), mixture + width);
       kda::rms_norm<T>(mutable_data<Y>(y) + t * width, mixture, data<T>(w), width,
                        static_cast<T>(eps), static_cast<T*>(nullptr));
     });
@@ -172,7 +176,9 @@ Tensor mix_norm(const Tensor& prefix, const Tensor& bank, const Tensor& bank_rms
   return y;
 }
 
-}  // namespace
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");

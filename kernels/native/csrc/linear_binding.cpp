@@ -1,14 +1,14 @@
 // Products with a matrix as torch sees them.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include "checks.hpp"
 #include "few_rows.h"
-#include "linear.hpp"
+#include "functions.hpp"
 
+namespace kda::ops {
 namespace {
 
 using namespace kda::checks;
@@ -30,11 +30,11 @@ Tensor few_rows(const Tensor& x, const Tensor& weight) {
   const int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
   TORCH_CHECK_VALUE(weight.size(1) == K, "x has rows of ", K, " numbers, weight of ",
                     weight.size(1));
-  Tensor out = at::empty({M, N}, x.options());
+  Tensor out = empty({M, N}, dtype);
   with_types("x", dtype, [&](auto number, auto element) {
     using T = decltype(number);
     using A = decltype(element);
-    const Tensor wide_x = x.to(wide(dtype));
+    const Tensor wide_x = typed(x, wide(dtype));
     const kda::FewRows<T, A, A> product{data<T>(wide_x), wide_x.stride(0),     M,
                                      data<A>(weight), weight.stride(0),     K,
                                      mutable_data<A>(out), N};
@@ -46,14 +46,14 @@ Tensor few_rows(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-namespace kda {
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight) {
+Tensor linear(const Tensor& x, const Tensor& weight) {
   const bool few = x.dim() == 2 && x.size(0) <= kPassRows;
-  return few ? ::few_rows(x, weight) : at::linear(x, weight);
+  return few ? few_rows(x, weight) : at::linear(x, weight);
 }
 
-}  // namespace kda
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def("few_rows(Tensor x, Tensor weight) -> Tensor");
@@ -62,5 +62,5 @@ TORCH_LIBRARY_FRAGMENT(kda_native, m) {
 
 TORCH_LIBRARY_IMPL(kda_native, CPU, m) {
   m.impl("few_rows", TORCH_FN(few_rows));
-  m.impl("linear", TORCH_FN(kda::linear));
+  m.impl("linear", TORCH_FN(linear));
 }

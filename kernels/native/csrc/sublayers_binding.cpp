@@ -1,73 +1,16 @@
 // What sublayers do around their states, one operator each: kernels/sublayers.py with the other
 // operators in its functions' places. Of one token the calls between them are most of the time.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
-#include <optional>
-#include <tuple>
+#include <array>
 
-#include "linear.hpp"
+#include "functions.hpp"
 
+namespace kda::ops {
 namespace {
-
-using at::IntArrayRef;
-using at::Tensor;
-using kda::linear;
-using MaybeTensor = std::optional<Tensor>;
-
-template <class Signature>
-auto operation(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  static const auto op = operation<Tensor(const Tensor&, const Tensor&, double)>(
-      "kda_native::rms_norm");
-  return op.call(x, weight, eps);
-}
-
-Tensor gated_norm(const Tensor& o, const Tensor& gate, const Tensor& weight, double eps) {
-  static const auto op = operation<Tensor(const Tensor&, const Tensor&, const Tensor&, double)>(
-      "kda_native::gated_norm");
-  return op.call(o, gate, weight, eps);
-}
-
-Tensor gated(const Tensor& o, const Tensor& gate) {
-  static const auto op = operation<Tensor(const Tensor&, const Tensor&)>("kda_native::gated");
-  return op.call(o, gate);
-}
-
-struct GLUForm {
-  bool situ;
-  double beta;
-  std::optional<double> linear_beta;
-};
-
-Tensor glu(const Tensor& gate_up, const GLUForm& form) {
-  static const auto op = operation<Tensor(const Tensor&, bool, double, std::optional<double>)>(
-      "kda_native::glu");
-  return op.call(gate_up, form.situ, form.beta, form.linear_beta);
-}
-
-std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                 int64_t top_k, int64_t groups, int64_t kept_groups,
-                                 bool renormalise, double factor, const MaybeTensor& experts) {
-  static const auto op = operation<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, bool, double,
-      const MaybeTensor&)>("kda_native::route");
-  return op.call(x, weight, bias, top_k, groups, kept_groups, renormalise, factor, experts);
-}
-
-Tensor mix_experts(const Tensor& x, const Tensor& experts, const Tensor& shares,
-                   const Tensor& w13, const Tensor& w2, const GLUForm& form) {
-  static const auto op = operation<Tensor(const Tensor&, const Tensor&, const Tensor&,
-                                          const Tensor&, const Tensor&, bool, double,
-                                          std::optional<double>)>("kda_native::mix_experts");
-  return op.call(x, experts, shares, w13, w2, form.situ, form.beta, form.linear_beta);
-}
 
 // Columns of x in parts of these widths.
 template <size_t count>
@@ -78,7 +21,7 @@ std::array<Tensor, count> split(const Tensor& x, IntArrayRef widths) {
   for (size_t i = 0; i < count; first += widths[i++]) {
     TORCH_CHECK_VALUE(widths[i] >= 0 && first + widths[i] <= x.size(1), "widths must add up to the ",
                       x.size(1), " rows of in_proj, got ", widths);
-    parts[i] = x.narrow(1, first, widths[i]);
+    parts[i] = columns(x, first, widths[i]);
   }
   TORCH_CHECK_VALUE(first == x.size(1), "widths must add up to the ", x.size(1),
                     " rows of in_proj, got ", widths);
@@ -93,8 +36,11 @@ void check_tokens(const Tensor& x) {
 Tensor by_heads(const Tensor& x, int64_t heads) {
   TORCH_CHECK_VALUE(heads > 0 && x.size(1) % heads == 0, x.size(1), " channels are not ", heads,
                     " equal heads");
-  return x.unflatten(1, {heads, x.size(1) / heads});
+  const int64_t width = x.size(1) / heads;
+  return view_of(x, {x.size(0), heads, width}, {x.stride(0), width * x.stride(1), x.stride(1)}, 0);
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> kda_inputs(const Tensor& x, const Tensor& in_proj,
                                                       IntArrayRef widths, const Tensor& f_b,
@@ -122,13 +68,13 @@ std::tuple<Tensor, Tensor, Tensor> mla_inputs(const Tensor& x, const Tensor& in_
 
 Tensor mla_output(const Tensor& o, const Tensor& gate, const Tensor& o_proj) {
   const Tensor flat = o.flatten(1);
-  return linear(gate.size(1) > 0 ? gated(flat, gate) : flat.to(gate.scalar_type()), o_proj);
+  return linear(gate.size(1) > 0 ? gated(flat, gate) : typed(flat, gate.scalar_type()), o_proj);
 }
 
 Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, bool situ, double beta,
            std::optional<double> linear_beta) {
   check_tokens(x);
-  return linear(glu(linear(x, gate_up), {situ, beta, linear_beta}), down);
+  return linear(glu(linear(x, gate_up), situ, beta, linear_beta), down);
 }
 
 Tensor moe(const Tensor& x, const Tensor& router, const Tensor& bias, const MaybeTensor& in_proj,
@@ -137,7 +83,6 @@ Tensor moe(const Tensor& x, const Tensor& router, const Tensor& bias, const Mayb
            int64_t groups, int64_t kept_groups, bool renormalise, double factor, bool situ,
            double beta, std::optional<double> linear_beta, const MaybeTensor& experts) {
   check_tokens(x);
-  const GLUForm form{situ, beta, linear_beta};
   const auto [chosen, shares] =
       route(x, router, bias, top_k, groups, kept_groups, renormalise, factor, experts);
   Tensor routed = x, gate_up;
@@ -146,17 +91,20 @@ Tensor moe(const Tensor& x, const Tensor& router, const Tensor& bias, const Mayb
     if (widths[0] > 0) routed = latent;
     gate_up = shared;
   }
-  Tensor y = mix_experts(routed, chosen, shares, w13, w2, form).to(x.scalar_type());
+  Tensor y = typed(mix_experts(routed, chosen, shares, w13, w2, situ, beta, linear_beta),
+                   x.scalar_type());
   if (norm) y = rms_norm(y, *norm, eps);
   if (up) y = linear(y, *up);
   if (shared_down) {
     TORCH_CHECK_VALUE(gate_up.defined(), "shared experts need an in_proj");
-    y = at::add(y, linear(glu(gate_up, form), *shared_down));
+    y = at::add(y, linear(glu(gate_up, situ, beta, linear_beta), *shared_down));
   }
   return y;
 }
 
-}  // namespace
+}  // namespace kda::ops
+
+using namespace kda::ops;
 
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def(

@@ -1,0 +1,203 @@
+"""A native model at once is the same model module by module, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+
+from kernels.native.library import operators
+from kimi_mini import KimiForCausalLM, preset
+from kimi_mini.layers.parameters import Linear
+from tests.kimi_mini.golden_cases import (
+    FOLDER,
+    NAMES,
+    Sequence,
+    golden_model,
+    poisoned_state,
+    run_step,
+)
+from tests.kimi_mini.workbench.work import bytecodes
+
+pytestmark = pytest.mark.needs_native
+
+
+class Calls:
+    """Counts what a backend does at once; declines everything if told to."""
+
+    def __init__(self, net, declines=False):
+        self.made, self.declines = 0, declines
+        self.net, self.backend = net, net.dispatcher.backend
+
+    def __call__(self, *args):
+        logits = None if self.declines else self.backend.functions.decoder(*args)
+        self.made += logits is not None
+        return logits
+
+    def __enter__(self):
+        functions = self.backend.functions._replace(decoder=self)
+        self.net.dispatcher.backend = self.backend._replace(functions=functions)
+        return self
+
+    def __exit__(self, *_):
+        self.net.dispatcher.backend = self.backend
+
+
+def nano(**changes):
+    return KimiForCausalLM.from_config(preset("nano"), seed=5, backend="native", **changes)
+
+
+def life(net):
+    """Prompts in pieces, a mixed step, decode of several rows: every result of five steps, and all
+    that is left behind."""
+    state = poisoned_state(net, slots=3, pages=60, page=4)
+    pages = torch.randperm(60, generator=torch.Generator().manual_seed(1)) + 1
+    first, second = (Sequence(net, state, 3 - r, pages[30 * r :][:30]) for r in range(2))
+    tokens = torch.randint(3, 259, (90,), generator=torch.Generator().manual_seed(2))
+    out = [
+        run_step([(first, tokens[:21]), (second, tokens[21:24])]),
+        run_step([(second, tokens[24:40])]),
+        run_step([(first, tokens[40:41]), (second, tokens[41:48])]),
+        run_step([(second, tokens[48:49]), (first, tokens[49:50])]),
+        run_step([(first, tokens[50:51])]),
+    ]
+    return [*out, *state]
+
+
+def same(a, b):
+    return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_are_those_of_the_modules(name, dtype):
+    net = golden_model(name, dtype, "native")
+    with Calls(net) as at_once:
+        one = life(net)
+    with Calls(net, declines=True) as by_modules:
+        other = life(net)
+    assert (at_once.made, by_modules.made) == (5, 0)
+    assert same(one, other)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    "watched",
+    [
+        lambda net: net.model,
+        lambda net: net.lm_head,
+        lambda net: net.model.layers[1],
+        lambda net: net.model.layers[3].self_attn,
+        lambda net: net.model.layers[2].block_sparse_moe,
+        lambda net: net.model.layers[2].mlp_res,
+    ],
+)
+def test_a_model_that_is_watched_calls_its_modules(watched, held):
+    net, seen = nano(), []
+    if held:
+        net.hold_weights()
+    module = watched(net)
+    with Calls(net) as calls:
+        handle = module.register_forward_pre_hook(lambda *_: seen.append(1))
+        life(net)
+        assert calls.made == 0 and len(seen) == 5
+        handle.remove()
+        life(net)
+    assert calls.made == 5
+
+
+def test_weights_that_change_in_place_are_seen_and_others_until_they_are_held():
+    net = nano()
+    before = life(net)
+    projection = net.model.layers[0].self_attn.o_proj
+    other = Linear(projection.weight.shape[1], projection.weight.shape[0], torch.float32)
+    with torch.no_grad():
+        other.weight.copy_(projection.weight).mul_(2)
+    net.model.layers[0].self_attn.o_proj = other
+    after = life(net)
+    assert not same(before, after)
+
+    net.hold_weights()
+    assert same(life(net), after)
+    net.model.layers[0].self_attn.o_proj = projection
+    assert same(life(net), after), "held"
+    net.hold_weights()
+    assert same(life(net), before)
+    with torch.no_grad():
+        projection.weight.mul_(2)
+    assert same(life(net), after), "in place"
+
+
+def test_a_copy_of_a_model_that_holds_its_weights_has_its_own():
+    net = nano()
+    net.hold_weights()
+    before = life(net)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert not life(twin)[0].any()
+    assert same(life(net), before)
+
+
+def test_a_step_takes_as_much_python_whatever_the_number_of_layers():
+    """Of a model that holds its weights."""
+
+    def work(folder):
+        net = KimiForCausalLM.from_pretrained(folder, backend="native")
+        net.hold_weights()
+        state = poisoned_state(net, slots=1, pages=9, page=4)
+        row = Sequence(net, state, 1, torch.arange(1, 10))
+        row.run(torch.tensor([3, 4, 5]))
+        row.run(torch.tensor([6]))
+        return len(net.model.layers), bytecodes(lambda: row.run(torch.tensor([7])))
+
+    (few, less), (many, more) = sorted(work(FOLDER / name) for name in NAMES[:2])
+    deep = KimiForCausalLM.from_config(preset("deep"), backend="native")
+    assert len(deep.model.layers) > many >= few
+    assert less == more
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """The arguments, by name, of the operator's call that a step of two tokens makes."""
+    seen, native = [], operators().decoder
+
+    class Recording:
+        def decoder(self, *args):
+            seen.append(args)
+            return native(*args)
+
+    monkeypatch.setattr("kernels.native.layers.operators", Recording)
+    net = nano()
+    Sequence(net, poisoned_state(net, slots=1, pages=9, page=4), 1, torch.arange(1, 10)).run(
+        torch.tensor([3, 4])
+    )
+    names = [argument.name for argument in native.default._schema.arguments]
+    return dict(zip(names, *seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: {"weights": c["weights"][:-1]}, "layers need more"),
+        (lambda c: {"weights": [*c["weights"], None]}, "layers need fewer"),
+        (lambda c: {"weights": [*c["weights"][:3], None, *c["weights"][4:]]}, "entry 3 of weights"),
+        (lambda c: {k: [] for k in ("opens_block", "is_kda", "is_moe")}, "at least one layer"),
+        (lambda c: {"is_kda": c["is_kda"][:-1]}, "equally many layers"),
+        (lambda c: {"recurrent": c["recurrent"][1:]}, "recurrent and conv must be of 3 layers"),
+        (lambda c: {"conv": c["conv"][1:]}, "recurrent and conv must be of 3 layers"),
+        (lambda c: {"latent": c["latent"][0]}, "latent must be of 2 layers"),
+        (lambda c: {"out_rows": c["out_rows"] + 10**6}, "out_rows names row"),
+        (lambda c: {"out_rows": c["out_rows"][:0]}, "out_rows must be"),
+        (lambda c: {"ids": c["ids"] + 10**6}, "index"),
+        (lambda c: {"wanted": torch.tensor([2])}, "index"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, change, message):
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
+        operators().decoder(**(call | change(call)))
+
+
+def test_it_has_a_fake(call):
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = operators().decoder(**call)
+    assert fake.shape == operators().decoder(**call).shape
