@@ -6,10 +6,15 @@
 
 Rates are tokens/s of one layer in float32, medians of interleaved repeats. "bound": the operator's
 FLOPs at the speed of a float32 product, or its bytes at the speed of a copy, whichever is longer,
-measured in the same turns. Targets stand beside the bare scan (350k tokens/s at K = V = 64 and 90k
-at 128 on a core with 160 GFLOP/s, scaled by it; 0.9 of that from T = 32768) and the decode step of
-the core (two thirds of a copy's speed); ! where one is missed. With transformers installed (extra
-`bench`), its faster torch form of the scan is timed too. The default takes a few minutes.
+measured in the same turns; of the scan, the FLOPs of four vector operations a token for each number
+of its state. Targets stand beside the bare scan (350k tokens/s at K = V = 64 and 90k at 128 on a
+core with 160 GFLOP/s, scaled by it; 0.9 of that from T = 32768) and the decode step of the core
+(two thirds of a copy's speed); ! where one is missed.
+
+Up to T = 2048 the bare scan runs beside the torch forms of transformers and fla, where they are
+installed (extra `bench`; of fla no more than `pip install --no-deps fla-core` is needed); 18 times
+the fastest is asked for, and "at the bound" says what any scan could reach. The default takes about
+ten minutes.
 """
 
 import sys
@@ -24,7 +29,10 @@ from collections.abc import Sequence
 from kernels.native import library
 from kimi_mini.cli import Parser, UserError, check_threads, run
 from kimi_mini.workbench.bench import measure_machine
-from kimi_mini.workbench.bench_kernels import Bench, Figure
+from kimi_mini.workbench.bench_kernels import measure
+from kimi_mini.workbench.bench_operators import Operators
+from kimi_mini.workbench.bench_published import published_scans
+from kimi_mini.workbench.tables import table
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,32 +58,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def row(f: Figure) -> dict[str, str]:
-    """The cells of a figure; their width is that of their column."""
-
-    def rate(value: float | None) -> str:
-        return f"{'-' if value is None else f'{value:,.0f}':>11}"
-
-    def times(to: float | None) -> str:
-        return "-" if f.ratio(to) is None else f"{f.ratio(to):.1f}"
-
-    missed = f.target is not None and (f.best or 0) < f.target
-    return {
-        "operator": f"{f.what:>30}",
-        "K": f"{f.K:4}",
-        "V": f"{f.V:4}",
-        "threads": f"{f.threads:7}",
-        "torch": rate(f.torch),
-        "native": rate(f.native),
-        "x torch": f"{times(f.torch) if f.native else '-':>7}",
-        "bound": rate(f.bound),
-        "of bound": f"{f'{f.best / f.bound:.2f} {f.limit}' if f.best else '-':>10}",
-        "target": rate(f.target) + (" !" if missed else "  "),
-        "published": rate(f.published),
-        "x published": f"{times(f.published):>11}",
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     missing = library.missing()
@@ -85,8 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for threads in args.threads
         for K in args.K
         for V in args.V or [K]
-        for figure in Bench(K, V, args.heads).measure(
-            args.T, args.batches, threads=threads, repeats=args.repeats, only=args.only
+        for figure in measure(
+            Operators(K, V, args.heads),
+            args.T,
+            args.batches,
+            threads=threads,
+            repeats=args.repeats,
+            only=args.only,
         )
     )
     if args.json:
@@ -102,15 +89,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing is not None:
         print(f"no native operators: {missing}")
     print(f"tokens/s of one layer, {args.heads} heads, float32\n")
-    published = set()
+    compared = []
     for i, figure in enumerate(figures):
-        cells = row(figure)
+        cells = figure.as_row()
         if i == 0:
             print("  ".join(name.rjust(len(cell)) for name, cell in cells.items()))
         print("  ".join(cells.values()), flush=True)
-        published.add(figure.published_form)
-    names = ", ".join(sorted(published - {None}))
-    print(f"\npublished: {names or 'nothing to compare with'}")
+        if figure.published:
+            compared.append(figure.as_comparison())
+    if compared:
+        print()
+        print(table("the bare scan beside the fastest published torch form", compared))
+    for reason in published_scans()[1]:
+        print(f"not compared: {reason}")
     return 0
 
 

@@ -5,9 +5,14 @@
     python scripts/bench_model.py --model mini --depths 0 4096 --batches 1 8 --no-peer --json
 
 A depth is not run up to: slots and pages are filled with random numbers, which cost a step the same
-as real ones. Rates are tokens/s of the whole batch, medians of interleaved repeats. transformers'
-kimi_linear of the same widths (no AttnRes, latent MoE, SiTU) is timed in the same rounds where it
-is installed: batch 1, to a depth of 2048. The default grid takes about ten minutes.
+as real ones. Rates are tokens/s of the whole batch, medians of interleaved repeats.
+
+The parts of a step are timed alone right after it. "overhead": what is left behind products,
+attention, and states (decode) or recurrence (prefill), with "preparing" (checks before the layers)
+and "calling" (what calling products and moves takes of itself) in it; at most a quarter of a decode
+step of mini on one thread, ! where that is missed. transformers' kimi_linear of the same widths (no
+AttnRes, latent MoE, SiTU) is timed in the same rounds where it is installed: batch 1, to a depth of
+2048. The default grid takes about a quarter of an hour.
 """
 
 import sys
@@ -17,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kernels.dispatcher import BACKENDS
 from kimi_mini.cli import Parser, UserError, check_threads, run
@@ -25,8 +30,10 @@ from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.open_model import open_model
 from kimi_mini.weights.inventory import parameter_count
 from kimi_mini.workbench.bench import measure_machine
-from kimi_mini.workbench.bench_model import Plan, growth, measure
+from kimi_mini.workbench.bench_cells import Plan
+from kimi_mini.workbench.bench_model import Comparison, PrefillFigure, StepFigure, growth, measure
 from kimi_mini.workbench.bench_peer import find_peer
+from kimi_mini.workbench.tables import in_words, table
 
 MOST_STEPS = 10_000  # of one timing: each is a batch made beforehand
 COUNTS = ("depths", "batches", "prompt", "prefill_chunk", "decode_steps", "repeats")
@@ -37,14 +44,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="bench", help="a preset or a checkpoint folder (bench)")
     add("--depths", type=int, nargs="+", default=[0, 2048, 16384], help="tokens before each row")
-    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows of a step (1 4 16)")
+    add("--batches", type=int, nargs="+", default=[1, 8], help="rows of a step (1 8)")
     add("--prompt", type=int, default=2048, help="tokens of a prefill, over all rows (2048)")
     add("--prefill-chunk", type=int, default=512, help="tokens of a step, over all rows (512)")
     add("--decode-steps", type=int, default=16, help="steps of one timing (16)")
     add("--threads", type=int, default=1, help="torch threads (1)")
     add("--dtype", choices=("auto", *DTYPES), default="float32", help="auto: as the config says")
     add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
-    add("--repeats", type=int, default=3, help="of every figure (3)")
+    add("--repeats", type=int, default=7, help="of every figure (7)")
     add("--peer", action=argparse.BooleanOptionalAction, help="transformers too (if installed)")
     add("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args(argv)
@@ -58,21 +65,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.decode_steps > MOST_STEPS:
         raise UserError(f"--decode-steps must be 1..{MOST_STEPS}, got {args.decode_steps}")
     return args
-
-
-def show(title: str, rows: list[dict[str, str]]) -> None:
-    lines = [tuple(row) for row in rows[:1]] + [tuple(row.values()) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{title}{'' if rows else ': nothing was measured'}\n")
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def in_words(facts: Mapping[str, object]) -> str:
-    return ", ".join(
-        f"{name} {value:,}" if type(value) is int else f"{name} {value}"
-        for name, value in facts.items()
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,18 +93,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = {"machine": machine.as_json(), "peer": beside, "no_peer": no_peer}
         print(json.dumps(facts | about | report.as_json()))
         return 0
-    show("prefill", [figure.as_row() for figure in report.prefill])
-    show("decode; ms of a step and of its parts", [figure.as_row() for figure in report.decode])
-    print("", *growth(report.decode), sep="\n")
-    show("where a step goes: ms of it and of its parts alone", [s.as_row() for s in report.shares])
+    show("prefill", report.prefill)
+    show("the last piece of a prompt; ms of it and of its parts alone", report.pieces)
+    show("decode; ms of a step and of its parts alone", report.decode)
+    print(*growth(report.decode), sep="\n")
     for s in report.skipped:
         print(f"skipped: {s.work}, depth {s.depth}, batch {s.batch}: {s.reason}")
     if peer is None:
         print(f"no comparison: {no_peer}")
     else:
         title = f"tokens/s, batch 1, beside {peer.name} ({in_words(peer.describe())})"
-        show(title, [entry.as_row() for entry in report.compared])
+        show(title, report.compared)
     return 0
+
+
+def show(title: str, figures: Sequence[PrefillFigure | StepFigure | Comparison]) -> None:
+    print()
+    print(table(title, [figure.as_row() for figure in figures]))
 
 
 if __name__ == "__main__":

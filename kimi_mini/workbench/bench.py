@@ -11,7 +11,7 @@ import contextlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +35,15 @@ class Machine(NamedTuple):
         return self._asdict()
 
 
-def medians(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def medians(
+    functions: Mapping[Hashable, Callable[[], object]], repeats: int
+) -> dict[Hashable, float]:
     """Median seconds of one call of each function, timed in turn `repeats` times.
 
     A short function is called so often for one timing that this takes SAMPLE_SECONDS.
     """
     calls = {name: _calls_worth_timing(function) for name, function in functions.items()}
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[Hashable, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
             samples[name].append(_seconds(function, calls[name]))
@@ -103,7 +105,7 @@ def limit_probes() -> dict[str, Callable[[], object]]:
     return {"sgemm": product(2 * SIDE**3), "copy": lambda: target.copy_(source)}
 
 
-def limits_from(seconds: Mapping[str, float]) -> Limits:
+def limits_from(seconds: Mapping[Hashable, float]) -> Limits:
     """The limits, from the seconds of a call of each of their probes."""
     return Limits(2 * SIDE**3 / seconds["sgemm"], 2 * 4 * COPIED / seconds["copy"])
 

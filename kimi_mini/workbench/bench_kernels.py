@@ -1,393 +1,155 @@
 """Every operator of the layers: torch against native, against what the machine allows.
 
 The bound of an operator is the longer of two times: its FLOPs at the speed of a float32 product,
-and the bytes that it cannot avoid moving at the speed of a copy, both measured in the same turns.
-Reading alone is faster than copying, so a matrix that is only read can beat its bound. FLOPs are
-those of the least work known, not of the form that ran: of the scan, those of chunks of 64.
-
-Matrices and states of a decode step are taken in turn from more memory than the caches hold, for
-so a model finds them. The bare scan is also set beside the fastest published torch form, if
-transformers is installed: its loop and its chunk form, of which the faster counts.
+and its bytes at the speed of a copy, both measured in the same turns (`bench_operators` counts
+them). Reading alone is faster than copying, so a matrix that is only read can beat its bound. The
+bare scan is also set beside the published torch forms that are installed (`bench_published`), of
+which the fastest counts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from kernels.chunked import kda_chunk_scan
-from kernels.dispatcher import KDAKernelDispatcher, KDAState
-from kernels.glu import GLUForm
-from kernels.kda import KDAInputs, KDAWeights
-from kernels.kda_metadata import KDAMetadata
-from kernels.layer_functions import LayerFunctions
-from kernels.native import library
-from kernels.native.operators import kda_scan
-from kernels.paging import build_attention_metadata
-from kernels.routing import RouterRule
-from kimi_mini.workbench import bench
 from kimi_mini.workbench.bench import Limits, limit_probes, limits_from, medians, using_threads
-from kimi_mini.workbench.bench_peer import PeerMissing, published_scans
-from kimi_mini.workbench.cases import ScanCase, scan_case
-
-PUBLISHED_TOKENS = 512  # the time of both published forms is proportional to T, and long
-WINDOW = 4  # of the short convolution
-FLOAT = 4  # bytes
+from kimi_mini.workbench.bench_operators import Operator, Operators
 
 # tokens/s of the native scan, one thread, H = 8, on a core with 160 GFLOP/s; by K = V
 SCAN_TARGETS = {64: 350e3, 128: 90e3}
 SCAN_TARGET_FLOPS = 160e9
 LONG, LONG_SHARE = 32768, 0.9  # what is asked for at that length, as a share
+PUBLISHED_TARGET = 18  # times the fastest published form of the scan
 DECODE_TARGET = 1 / 1.5  # of the speed of a copy of the states, at K = V = 128, 8 rows and more
-
-Call = Callable[[], object]
-
-
-class Operator(NamedTuple):
-    """One row of the table: what is done to `tokens` tokens, and by which forms.
-
-    forms: "torch", "native", "published ..."; those that are not there cannot be timed.
-    part: tokens that a published form is timed on, where all would take too long.
-    """
-
-    what: str
-    K: int
-    V: int
-    tokens: int
-    flops: float
-    traffic: float  # bytes
-    forms: dict[str, Call]
-    part: int = 0
 
 
 class Figure(NamedTuple):
-    """Tokens/s of an operator, in torch, native and at its bound."""
+    """Tokens/s of an operator, in torch, native, at its bound and in published forms; what was
+    asked for, as a rate and as a multiple of the fastest published form."""
 
     what: str
     K: int
     V: int
     threads: int
-    torch: float | None
+    torch: float
     native: float | None
     bound: float
     limit: str  # "FLOPs" or "bytes"
-    published: float | None
-    published_form: str | None
     target: float | None
+    published: dict[str, float]
+    times_target: float | None
 
     @property
-    def best(self) -> float | None:
+    def best(self) -> float:
         """The native rate, or torch's where there is no native form."""
         return self.native or self.torch
 
-    def ratio(self, to: float | None) -> float | None:
-        """The best rate as a multiple of another."""
-        return self.best / to if self.best and to else None
+    @property
+    def fastest(self) -> str | None:
+        """The published form that counts."""
+        return max(self.published, key=self.published.__getitem__, default=None)
+
+    @property
+    def times(self) -> float | None:
+        """The best rate as a multiple of the fastest published form."""
+        return self.best / self.published[self.fastest] if self.published else None
 
     def as_json(self) -> dict[str, Any]:
-        ratios = {name: self.ratio(getattr(self, name)) for name in ("torch", "bound", "published")}
-        return self._asdict() | {f"to_{name}": ratio for name, ratio in ratios.items()}
+        ratios = {"to_torch": self.best / self.torch, "to_bound": self.best / self.bound}
+        return self._asdict() | ratios | {"fastest": self.fastest, "to_published": self.times}
 
+    def as_row(self) -> dict[str, str]:
+        """Cells as wide as those of any other figure."""
 
-def scan_flops(C: int, K: int, V: int) -> int:
-    """FLOPs of the chunk form per token and head, by the formulas of architecture 4.1.
+        def rate(value: float | None) -> str:
+            return f"{'-' if value is None else f'{value:,.0f}':>11}"
 
-    Per chunk: L and A, 2 C^2 K each; T and A times a [C, V], 2 C^2 V each; three products of C K V
-    with the state. Squares are counted whole; the inverse of the triangle (C^3 / 3) is not counted.
-    """
-    return 4 * C * (K + V) + 6 * K * V
-
-
-class Bench:
-    """The operators of a layer with H heads of widths K and V, hidden width H*V, and their times.
-
-    Attention has nope = K, rope = K/2 and a latent of 4K, the proportions of K3; the experts have
-    those of the bench preset. Native forms are absent where the operators cannot be had.
-    """
-
-    def __init__(self, K: int, V: int, H: int) -> None:
-        self.K, self.V, self.H = K, V, H
-        self.hidden = H * V
-        self.backends = {"torch": KDAKernelDispatcher("torch")}
-        if library.missing() is None:
-            self.backends["native"] = KDAKernelDispatcher("native")
-
-    def measure(
-        self,
-        lengths: Sequence[int],
-        batches: Sequence[int],
-        *,
-        threads: int,
-        repeats: int,
-        only: str = "",
-    ) -> Iterator[Figure]:
-        """Every operator whose name begins with `only`, one after another; scans at all lengths,
-        the rest of prefill at the shortest."""
-        for name, make in self._operators(lengths, batches):
-            if name.startswith(only):
-                with using_threads(threads), torch.inference_mode():
-                    operator = make()  # now: a long scan's operands are large
-                    seconds = medians(operator.forms | limit_probes(), repeats)
-                yield self._figure(operator, seconds, threads)
-
-    def _operators(
-        self, lengths: Sequence[int], batches: Sequence[int]
-    ) -> Iterator[tuple[str, Callable[[], Operator]]]:
-        T = min(lengths)
-        for n in lengths:
-            yield "scan", partial(self.scan, n)
-            yield "core of a KDA layer", partial(self.core, n)
-        for B in batches:
-            yield "core step", partial(self.core_step, B)
-        for N in (T, *batches):
-            yield "projection", partial(self.product, N)
-            yield "mixture and norm", partial(self.mixture, N)
-            yield "gated norm", partial(self.gated_norm, N)
-            yield "SiTU-GLU", partial(self.activation, N)
-            yield "router", partial(self.router, N)
-            yield "experts", partial(self.experts, N)
-        yield "attention", partial(self.attention, T)
-        for B in batches:
-            yield "attention step", partial(self.attention_step, B, T)
-
-    def _figure(self, operator: Operator, seconds: dict[str, float], threads: int) -> Figure:
-        limits = limits_from(seconds)
-        rates = {
-            name: (operator.part or operator.tokens if is_published(name) else operator.tokens)
-            / seconds[name]
-            for name in operator.forms
-        }
-        published = {name: rate for name, rate in rates.items() if is_published(name)}
-        form = max(published, key=published.__getitem__, default=None)
-        by_flops = operator.flops / limits.flops > operator.traffic / limits.traffic
-        bound = operator.tokens / limits.least_seconds(operator.flops, operator.traffic)
-        return Figure(
-            operator.what,
-            operator.K,
-            operator.V,
-            threads,
-            rates.get("torch"),
-            rates.get("native"),
-            bound,
-            "FLOPs" if by_flops else "bytes",
-            published.get(form),
-            form,
-            self._target(operator, bound, limits, threads),
-        )
-
-    def _target(
-        self, operator: Operator, bound: float, limits: Limits, threads: int
-    ) -> float | None:
-        """Tokens/s that the native form should reach, where anything was set."""
-        if threads != 1 or self.H != 8 or self.K != self.V:
-            return None
-        if operator.what.startswith("scan") and self.K in SCAN_TARGETS:
-            share = LONG_SHARE if operator.tokens >= LONG else 1.0
-            return share * SCAN_TARGETS[self.K] * limits.flops / SCAN_TARGET_FLOPS
-        if operator.what.startswith("core step") and self.K == 128 and operator.tokens >= 8:
-            return bound * DECODE_TARGET
-        return None
-
-    # --- the recurrence
-
-    def scan(self, T: int) -> Operator:
-        """The bare recurrence: q, k normalised; v, g, beta given."""
-        case = scan_case("mixed", [T], H=self.H, K=self.K, V=self.V)
-        part = min(T, PUBLISHED_TOKENS)
-        forms: dict[str, Call] = {"torch": lambda: kda_chunk_scan(*case)}
-        if "native" in self.backends:
-            forms["native"] = lambda: kda_scan(*case)
-        forms |= _published_forms(case.piece(0, part, case.S0))
-        flops = T * self.H * scan_flops(64, self.K, self.V)
-        traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
-        return self._operator(f"scan, T = {T}", T, flops, traffic, forms, part)
-
-    def core(self, T: int) -> Operator:
-        """Convolution, norms, gates and recurrence of one row, from and to its slot."""
-        inputs, weights = self._projections(T)
-        state = KDAState(*(pools[0] for pools in self._states(1)))
-        forms = self._mixed(lambda: (inputs, weights, state), [0, T], [1])
-        flops = T * self.H * (scan_flops(64, self.K, self.V) + 2 * WINDOW * (2 * self.K + self.V))
-        traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
-        return self._operator(f"core of a KDA layer, T = {T}", T, flops, traffic, forms)
-
-    def core_step(self, B: int) -> Operator:
-        """The same for one token of each of B rows, whose states no cache holds."""
-        inputs, weights = self._projections(B)
-        size = FLOAT * B * self.H * self.V * self.K
-        many = self._states(B, _uncached(size))
-        states = itertools.cycle(KDAState(*pools) for pools in zip(*many, strict=True))
-        starts, slots = list(range(B + 1)), list(range(1, B + 1))
-        forms = self._mixed(lambda: (inputs, weights, next(states)), starts, slots)
-        flops = 7 * B * self.H * self.K * self.V
-        return self._operator(f"core step, {B} rows", B, flops, 2 * size, forms)
-
-    def _mixed(
-        self,
-        operands: Callable[[], tuple[KDAInputs, KDAWeights, KDAState]],
-        starts: list[int],
-        slots: list[int],
-    ) -> dict[str, Call]:
-        def call(dispatcher: KDAKernelDispatcher, step: KDAMetadata) -> Call:
-            return lambda: dispatcher.mixed(*operands(), step)
-
-        contexts = [1] * len(slots)
+        to_torch = f"{self.native / self.torch:.1f}" if self.native else "-"
+        missed = self.target is not None and self.best < self.target
         return {
-            name: call(d, d.plan(starts, slots, contexts, num_slots=len(slots)))
-            for name, d in self.backends.items()
+            "operator": f"{self.what:>30}",
+            "K": f"{self.K:4}",
+            "V": f"{self.V:4}",
+            "threads": f"{self.threads:7}",
+            "torch": rate(self.torch),
+            "native": rate(self.native),
+            "x torch": f"{to_torch:>7}",
+            "bound": rate(self.bound),
+            "of bound": f"{f'{self.best / self.bound:.2f} {self.limit}':>10}",
+            "target": rate(self.target) + (" !" if missed else "  "),
         }
 
-    def _projections(self, N: int) -> tuple[KDAInputs, KDAWeights]:
-        H, K, D = self.H, self.K, self.H * (2 * self.K + self.V)
-        inputs = KDAInputs(torch.randn(N, D), torch.randn(N, H, K), torch.randn(N, H))
-        bias = torch.randn(H, K) - 4  # slow: states live on
-        return inputs, KDAWeights(torch.randn(D, WINDOW), torch.randn(H) / 2, bias, -5.0)
-
-    def _states(self, slots: int, count: int = 1) -> tuple[Tensor, Tensor]:
-        """Recurrent and conv pools of `count` layers."""
-        D = self.H * (2 * self.K + self.V)
-        recurrent = torch.randn(count, slots + 1, self.H, self.V, self.K)
-        return recurrent, torch.randn(count, slots + 1, WINDOW - 1, D)
-
-    # --- what is done token by token
-
-    def product(self, N: int) -> Operator:
-        """The projections of a layer's input: one matrix of 4 H V rows."""
-        x, weights = torch.randn(N, self.hidden), itertools.cycle(self._matrices)
-        rows, width = self._matrices[0].shape
-        forms = self._forms(lambda f: f.linear(x, next(weights)))
-        flops, traffic = 2 * N * rows * width, FLOAT * (rows * width + N * (rows + width))
-        return self._operator(f"projection, {_of(N)}", N, flops, traffic, forms)
-
-    @cached_property
-    def _matrices(self) -> list[Tensor]:
-        rows = 4 * self.hidden
-        count = _uncached(FLOAT * rows * self.hidden)
-        return [*torch.randn(count, rows, self.hidden)]
-
-    @cached_property
-    def _expert_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """w13 and w2."""
-        L = inner = self.hidden // 2
-        count = _uncached(FLOAT * 16 * 3 * inner * L)
-        w13, w2 = torch.randn(count, 16, 2 * inner, L), torch.randn(count, 16, L, inner)
-        return [*zip(w13 / L, w2, strict=True)]
-
-    def mixture(self, N: int) -> Operator:
-        """AttnRes over a bank of three and the prefix, and the norm that reads it."""
-        bank, rms = torch.randn(N, 3, self.hidden), torch.rand(N, 3) + 0.5
-        prefix, vectors = torch.randn(N, self.hidden), torch.randn(3, self.hidden)
-        forms = self._forms(lambda f: f.mix_norm(prefix, bank, rms, *vectors, 1e-5))
-        return self._operator(f"mixture and norm, {_of(N)}", N, 0, 5 * _size(prefix), forms)
-
-    def gated_norm(self, N: int) -> Operator:
-        """The head norm and output gate of a KDA layer."""
-        o, gate = torch.randn(N, self.H, self.V), torch.randn(N, self.hidden)
-        weight = torch.randn(self.V)
-        forms = self._forms(lambda f: f.gated_norm(o, gate, weight, 1e-5))
-        return self._operator(f"gated norm, {_of(N)}", N, 0, 3 * _size(o), forms)
-
-    def activation(self, N: int) -> Operator:
-        """SiTU-GLU of 2 H V channels."""
-        gate_up, form = torch.randn(N, 2 * self.hidden), GLUForm(True, 4.0, 25.0)
-        forms = self._forms(lambda f: f.glu(gate_up, form))
-        return self._operator(f"SiTU-GLU, {_of(N)}", N, 0, 1.5 * _size(gate_up), forms)
-
-    def router(self, N: int) -> Operator:
-        """Four of 16 experts."""
-        x, weight, bias = torch.randn(N, self.hidden), torch.randn(16, self.hidden), torch.randn(16)
-        forms = self._forms(lambda f: f.route(x, weight, bias, RouterRule(4)))
-        flops, traffic = 2 * N * 16 * self.hidden, _size(x) + _size(weight)
-        return self._operator(f"router, {_of(N)}", N, flops, traffic, forms)
-
-    def experts(self, N: int) -> Operator:
-        """Four of 16 experts, of width H V / 2 in a latent space as wide."""
-        L = inner = self.hidden // 2
-        x, chosen = torch.randn(N, L), torch.rand(N, 16).argsort(1)[:, :4]
-        routing = self.backends["torch"].functions.route(
-            x, torch.randn(16, L), torch.zeros(16), RouterRule(4), chosen
-        )
-        weights, form = itertools.cycle(self._expert_weights), GLUForm(True, 4.0, 25.0)
-        forms = self._forms(lambda f: f.mix_experts(x, routing, *next(weights), form))
-        traffic = FLOAT * len(chosen.unique()) * 3 * inner * L + 2 * _size(x)
-        return self._operator(f"experts, {_of(N)}", N, 2 * N * 4 * 3 * inner * L, traffic, forms)
-
-    # --- latent attention
-
-    def attention(self, T: int) -> Operator:
-        """A prompt of T tokens over its own latent rows."""
-        q, pool, kv_b = self._attention_operands(T, T, rows=1)
-        table = torch.arange(len(pool)).view(1, -1)
-        step = build_attention_metadata([0, T], [0], table, page=16, pages=len(pool))
-        forms = self._forms(lambda f: f.attend(q, pool, kv_b, step))
-        keys, values = self.K + self.K // 2, self.V
-        flops = 2 * T * kv_b.numel() + T * T * self.H * (keys + values)
-        return self._operator(f"attention, T = {T}", T, flops, _size(q) + _size(pool), forms)
-
-    def attention_step(self, B: int, S: int) -> Operator:
-        """One query for each of B rows, of S latent rows each."""
-        q, pool, kv_b = self._attention_operands(B, S, rows=B)
-        table = torch.arange(len(pool)).view(B, -1)
-        step = build_attention_metadata(range(B + 1), [S - 1] * B, table, page=16, pages=len(pool))
-        forms = self._forms(lambda f: f.attend(q, pool, kv_b, step))
-        flops = 2 * B * (kv_b.numel() + S * self.H * (2 * kv_b.shape[-1] + self.K // 2))
-        traffic = _size(pool) + _size(kv_b)
-        return self._operator(f"attention step, {B} rows of {S}", B, flops, traffic, forms)
-
-    def _attention_operands(self, N: int, S: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        L, R = 4 * self.K, self.K // 2
-        pages = rows * -(-S // 16)
-        q, pool = torch.randn(N, self.H, self.K + R), torch.randn(pages, 16, L + R)
-        return q, pool, torch.randn(self.H, self.K + self.V, L)
-
-    def _forms(self, call: Callable[[LayerFunctions], object]) -> dict[str, Call]:
+    def as_comparison(self) -> dict[str, str]:
+        """Beside the fastest published form: times ours, and times the bound, as the most that any
+        form could reach."""
+        published, target = self.published[self.fastest], self.times_target
+        missed = target is not None and self.times < target
         return {
-            name: (lambda functions=d.functions: call(functions))
-            for name, d in self.backends.items()
+            "operator": self.what,
+            "K": f"{self.K}",
+            "V": f"{self.V}",
+            "threads": f"{self.threads}",
+            "fastest published": self.fastest,
+            "tokens/s": f"{published:,.0f}",
+            "ours": f"{self.best:,.0f}",
+            "x published": f"{self.times:.1f}",
+            "target": ("-" if target is None else f"{target}") + " !" * missed,
+            "at the bound": f"{self.bound / published:.1f}",
         }
 
-    def _operator(
-        self,
-        what: str,
-        tokens: int,
-        flops: float,
-        traffic: float,
-        forms: dict[str, Call],
-        part: int = 0,
-    ) -> Operator:
-        return Operator(what, self.K, self.V, tokens, flops, traffic, forms, part)
+
+def measure(
+    layer: Operators,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    *,
+    threads: int,
+    repeats: int,
+    only: str = "",
+) -> Iterator[Figure]:
+    """Every operator whose name begins with `only`, one after another; scans at all lengths, the
+    rest of prefill at the shortest."""
+    for name, make in layer.all(lengths, batches):
+        if name.startswith(only):
+            with using_threads(threads), torch.inference_mode():
+                operator = make()  # now: a long scan's operands are large
+                forms = operator.forms | operator.published
+                seconds = medians(forms | limit_probes(), repeats)
+            yield _figure(operator, seconds, threads)
 
 
-def is_published(form: str) -> bool:
-    """Whether a form is somebody else's."""
-    return form not in ("torch", "native")
+def _figure(operator: Operator, seconds: dict[str, float], threads: int) -> Figure:
+    limits = limits_from(seconds)
+    rates = {name: operator.tokens / s for name, s in seconds.items()}
+    by_flops = operator.flops / limits.flops > operator.traffic / limits.traffic
+    bound = operator.tokens / limits.least_seconds(operator.flops, operator.traffic)
+    target, times_target = _targets(operator, bound, limits) if threads == 1 else (None, None)
+    return Figure(
+        operator.what,
+        operator.K,
+        operator.V,
+        threads,
+        rates["torch"],
+        rates.get("native"),
+        bound,
+        "FLOPs" if by_flops else "bytes",
+        target,
+        {name: rates[name] for name in operator.published},
+        times_target if operator.published else None,
+    )
 
 
-def _published_forms(case: ScanCase) -> dict[str, Call]:
-    """transformers' forms of the scan of one row, if it is installed."""
-    try:
-        scans = published_scans()
-    except PeerMissing:
-        return {}
-    operands = [x.unsqueeze(0) for x in case.tokens]
-    state = case.S0.mT.contiguous()
-    options = {"initial_state": state, "output_final_state": True}
-    return {name: (lambda scan=scan: scan(*operands, **options)) for name, scan in scans.items()}
-
-
-def _uncached(size: int) -> int:
-    """How many things of `size` bytes no cache holds."""
-    return -(-FLOAT * bench.COPIED // size)
-
-
-def _size(x: Tensor) -> int:
-    return x.numel() * x.itemsize
-
-
-def _of(N: int) -> str:
-    return f"{N} token{'s' * (N != 1)}"
+def _targets(operator: Operator, bound: float, limits: Limits) -> tuple[float | None, float | None]:
+    """Tokens/s that the native form should reach, and as a multiple of the fastest published form,
+    where anything was set."""
+    K, what = operator.K, operator.what
+    if operator.H != 8 or K != operator.V:
+        return None, None
+    if what.startswith("scan") and K in SCAN_TARGETS:
+        share = LONG_SHARE if operator.tokens >= LONG else 1.0
+        return share * SCAN_TARGETS[K] * limits.flops / SCAN_TARGET_FLOPS, PUBLISHED_TARGET
+    if what.startswith("core step") and K == 128 and operator.tokens >= 8:
+        return bound * DECODE_TARGET, None
+    return None, None

@@ -6,13 +6,16 @@ parameters, more than ours because its experts work in the full width. Weights a
 
 transformers is imported here alone, and only when a peer is asked for. It also looks for a
 distribution called `kernels`; where an accepted version of that is installed, its model classes
-cannot be imported from a process whose path has our folder of that name first.
+cannot be imported from a process whose path has our folder of that name first. Where `fla` can be
+imported, it would run that package's GPU kernels on a CPU as well, so it is kept from finding it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +60,7 @@ class TransformersPeer:
     def __init__(self, config: KimiConfig, dtype: torch.dtype) -> None:
         if dtype == torch.float64:  # its grouped product of experts is not made for it
             raise PeerMissing("transformers' kimi_linear does not run in float64")
-        transformers = _transformers()
+        transformers = import_transformers()
         options = peer_options(config) | {"attn_implementation": "sdpa"}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -101,18 +104,6 @@ class TransformersPeer:
     def _run(self, ids: Tensor, cache: Any) -> Any:
         with torch.inference_mode():
             return self.model(ids, cache=cache, use_cache=True, logits_to_keep=1)
-
-
-def published_scans() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
-    """Its two torch forms of the recurrence, by name: over q, k, v, g, beta [1, T, H, ...] with
-    initial_state [1, H, K, V]. Raises PeerMissing where they cannot be had."""
-    _transformers()
-    from transformers.models.kimi_linear import modeling_kimi_linear as source
-
-    return {
-        "transformers' loop": source.recurrent_kimi_delta_attention,
-        "transformers' chunks": source.chunk_kimi_delta_attention,
-    }
 
 
 def _attention_layers(model: nn.Module) -> list[int]:
@@ -162,14 +153,18 @@ def _expert_options(config: KimiConfig) -> dict[str, Any]:
     }
 
 
-def _transformers() -> ModuleType:
-    """The module, with the model classes known to be importable."""
+def import_transformers() -> ModuleType:
+    """The module, with the model classes known to be importable and to run torch forms.
+
+    Raises PeerMissing where it cannot be had.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise PeerMissing(f"transformers is not installed; to compare with it: {INSTALL}")
     try:
-        import transformers
+        with _hidden("fla"):
+            import transformers
 
-        _ = transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM
+            _ = transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM
     except (ImportError, AttributeError, RuntimeError) as error:
         raise PeerMissing(
             f"transformers is installed but gives no kimi_linear ({error}); the version that is "
@@ -177,3 +172,15 @@ def _transformers() -> ModuleType:
         ) from error
     transformers.logging.set_verbosity_error()  # it says at length that torch forms run
     return transformers
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """A package that cannot be imported while the block runs."""
+    before = {package: sys.modules[package]} if package in sys.modules else {}
+    sys.modules[package] = None
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        sys.modules.update(before)

@@ -6,9 +6,11 @@ import time
 import pytest
 import torch
 
-from kimi_mini.workbench import bench, bench_kernels
-from kimi_mini.workbench.bench_kernels import Bench, scan_flops
-from tests.scripts.running import as_a_command, in_this_process
+from kimi_mini.workbench import bench, bench_kernels, bench_operators, bench_published
+from kimi_mini.workbench.bench_kernels import Figure, measure
+from kimi_mini.workbench.bench_operators import Operators, chunk_flops, token_flops
+from kimi_mini.workbench.bench_published import PublishedScan
+from tests.scripts.running import as_a_command, in_this_process, load
 
 SCRIPT = "bench_kernels.py"
 TINY = ["--K", "8", "--T", "40", "--batches", "1", "3", "--heads", "2", "--repeats", "1"]
@@ -22,35 +24,66 @@ def small_machine(monkeypatch):
 
 
 def test_as_a_command_it_prints_machine_and_operators(tmp_path):
-    done = as_a_command(SCRIPT, *TINY, cwd=tmp_path)
+    done = as_a_command(SCRIPT, *TINY, "--only", "scan", cwd=tmp_path)
+    assert done.returncode == 0
+    for words in ("GFLOP/s", "GB/s", "scan, T = 40", "x torch", "of bound"):
+        assert words in done.stdout, words
+
+
+def test_every_operator_has_a_line(capsys, monkeypatch):
+    done = in_this_process(SCRIPT, TINY, capsys, monkeypatch)
     assert done.returncode == 0
     for words in (
-        "GFLOP/s", "GB/s", "scan, T = 40", "core of a KDA layer, T = 40", "core step, 3 rows",
+        "1 thread(s)", "scan, T = 40", "core of a KDA layer, T = 40", "core step, 3 rows",
         "mixture and norm, 1 token ", "experts, 40 tokens", "attention step, 3 rows of 40",
-        "x torch", "of bound", "published: ",
+        "target", "of bound",
     ):  # fmt: skip
         assert words in done.stdout, words
 
 
-def test_json_has_every_operator_at_every_width_and_number_of_threads(capsys, monkeypatch):
+def test_the_fastest_published_form_is_named_and_missing_ones_have_reasons(capsys, monkeypatch):
+    def slow(*operands, **options):
+        time.sleep(0.01)
+        return operands[0], options["initial_state"]
+
+    scans = [PublishedScan("somebody's loop", slow), PublishedScan("chunks of 64", slow, tokens=64)]
+    for module in (bench_published, script := load(SCRIPT)):
+        monkeypatch.setattr(module, "published_scans", lambda: (scans, ["theirs is not there"]))
+    assert script.main([*TINY, "--only", "scan"]) == 0
+    printed = capsys.readouterr().out
+    assert "somebody's loop" in printed and "chunks of 64" not in printed
+    assert "at the bound" in printed and printed.endswith("not compared: theirs is not there\n")
+
+
+def test_json_has_every_operator_at_every_width(capsys, monkeypatch):
     args = ["--K", "8", "16", "--V", "4", "8", "--T", "20", "40", "--batches", "2",
-            "--threads", "1", "2", "--heads", "2", "--repeats", "1", "--json"]  # fmt: skip
-    before = torch.get_num_threads()
+            "--heads", "2", "--repeats", "1", "--json"]  # fmt: skip
     done = in_this_process(SCRIPT, args, capsys, monkeypatch)
     assert done.returncode == 0
-    assert torch.get_num_threads() == before
     report = json.loads(done.stdout)
-    assert [m["threads"] for m in report["machines"]] == [1, 2]
-    assert all(m["sgemm_gflops"] > 0 and m["copy_gbs"] > 0 for m in report["machines"])
+    (machine,) = report["machines"]
+    assert machine["threads"] == 1 and machine["sgemm_gflops"] > 0 and machine["copy_gbs"] > 0
     figures = report["operators"]
     cells = {(f["what"], f["threads"], f["K"], f["V"]) for f in figures}
     # scan and core at two lengths, a core step, six more of prefill and of a step, attention twice
-    assert len(cells) == len(figures) == 2 * 4 * (2 * 2 + 1 + 2 * 6 + 2)
+    assert len(cells) == len(figures) == 4 * (2 * 2 + 1 + 2 * 6 + 2)
     for f in figures:
         assert f["torch"] > 0 and f["bound"] > 0 and f["limit"] in ("FLOPs", "bytes")
         assert (f["native"] is None) == (report["no_native"] is not None)
         assert f["to_bound"] == pytest.approx((f["native"] or f["torch"]) / f["bound"])
         assert f["to_torch"] == pytest.approx((f["native"] or f["torch"]) / f["torch"])
+        assert (f["fastest"] is None) == (not f["published"]) == (f["to_published"] is None)
+
+
+def test_every_number_of_threads_has_its_machine_and_its_lines(capsys, monkeypatch):
+    args = [*TINY, "--only", "router", "--threads", "1", "2"]
+    before = torch.get_num_threads()
+    done = in_this_process(SCRIPT, args, capsys, monkeypatch)
+    assert done.returncode == 0 and torch.get_num_threads() == before
+    assert "1 thread(s)" in done.stdout and "2 thread(s)" in done.stdout
+    report = json.loads(in_this_process(SCRIPT, [*args, "--json"], capsys, monkeypatch).stdout)
+    assert [m["threads"] for m in report["machines"]] == [1, 2]
+    assert [f["threads"] for f in report["operators"]] == [1] * 3 + [2] * 3
 
 
 def test_without_native_operators_torch_is_timed_alone(capsys, monkeypatch):
@@ -73,9 +106,17 @@ def test_operators_can_be_asked_for_by_the_beginning_of_their_name(capsys, monke
 
 def test_flops_are_those_of_the_formulas():
     """The figures that the targets were derived from: 350k and 124k tokens/s of a 160 GFLOP/s
-    product at 8 heads, chunks of 64."""
-    assert 160e9 / (8 * scan_flops(64, 64, 64)) == pytest.approx(350e3, rel=0.01)
-    assert 160e9 / (8 * scan_flops(64, 128, 128)) == pytest.approx(124e3, rel=0.02)
+    product at 8 heads, chunks of 64; token by token, half of the product's multiply-adds a second
+    for four operations on each number of the state."""
+    assert 160e9 / (8 * chunk_flops(64, 64, 64)) == pytest.approx(350e3, rel=0.01)
+    assert 160e9 / (8 * chunk_flops(64, 128, 128)) == pytest.approx(124e3, rel=0.02)
+    assert 160e9 / (8 * token_flops(64, 64)) == (160e9 / 2) / (8 * 64 * 64 * 4)
+
+
+def test_the_bound_of_a_scan_is_that_of_the_form_with_least_work(monkeypatch):
+    """Token by token up to K = V = 256."""
+    flops = {K: Operators(K, K, 1).scan(2).flops for K in (64, 512)}
+    assert flops == {64: 2 * token_flops(64, 64), 512: 2 * chunk_flops(64, 512, 512)}
 
 
 def test_the_product_has_as_many_flops_as_asked_for(monkeypatch):
@@ -89,7 +130,7 @@ def figures_of(monkeypatch, K=64, V=64, H=8, threads=1, T=10, batches=(8,)):
     monkeypatch.setattr(
         bench_kernels, "medians", lambda functions, repeats: dict.fromkeys(functions, 1e-3)
     )
-    figures = Bench(K, V, H).measure([T], batches, threads=threads, repeats=1)
+    figures = measure(Operators(K, V, H), [T], batches, threads=threads, repeats=1)
     return {f.what: f for f in figures}
 
 
@@ -105,7 +146,8 @@ def test_targets_follow_the_machine_and_stand_only_where_they_were_set(monkeypat
     assert step.limit == "bytes" and step.target == pytest.approx(step.bound / 1.5)
     assert {f.what for f in figures.values() if f.target} == {"scan, T = 10", "core step, 8 rows"}
     for other in ({"H": 4}, {"V": 32}, {"threads": 2}):
-        assert not any(f.target for f in figures_of(monkeypatch, **other).values())
+        for figure in figures_of(monkeypatch, **other).values():
+            assert not figure.target and not figure.times_target
     assert not figures_of(monkeypatch, batches=(7,))["core step, 7 rows"].target
 
 
@@ -114,20 +156,29 @@ def test_a_bound_is_the_longer_of_two_times():
     assert limits.least_seconds(200, 10) == 2 and limits.least_seconds(200, 50) == 5
 
 
-def test_the_faster_published_form_counts_and_by_its_own_tokens(monkeypatch):
-    def slow(*operands, **options):
-        return operands[0], options["initial_state"]
-
-    monkeypatch.setattr(bench_kernels, "PUBLISHED_TOKENS", 5)
-    monkeypatch.setattr(bench_kernels, "published_scans", lambda: {"one": slow, "other": slow})
+def test_the_fastest_published_form_counts_up_to_a_length(monkeypatch):
+    scans = [PublishedScan(name, lambda *operands, **options: None) for name in ("one", "other")]
+    monkeypatch.setattr(bench_published, "published_scans", lambda: (scans, []))
     monkeypatch.setattr(
         bench_kernels,
         "medians",
         lambda functions, repeats: {name: 2.0 if name == "one" else 1.0 for name in functions},
     )
-    figure = next(f for f in Bench(8, 4, 2).measure([20], [1], threads=1, repeats=1))
-    assert (figure.torch, figure.published, figure.published_form) == (20, 5, "other")
-    assert figure.ratio(figure.published) == 4
+    monkeypatch.setattr(bench_operators, "PUBLISHED_LONGEST", 20)
+    layer, options = Operators(8, 4, 2), {"threads": 1, "repeats": 1, "only": "scan"}
+    short, long = measure(layer, [20, 21], [1], **options)
+    assert (short.torch, short.published, short.fastest) == (20, {"one": 10, "other": 20}, "other")
+    assert short.times == 1 and short.times_target is None
+    assert long.published == {} and long.fastest is None and long.times is None
+
+
+@pytest.mark.parametrize(("rate", "cell"), [(1801, "18"), (1799, "18 !")])
+def test_a_scan_should_be_18_times_as_fast_as_the_fastest(rate, cell):
+    figure = Figure("scan, T = 2048", 64, 64, 1, 500, rate, 2500, "FLOPs", None,
+                    {"a loop": 100, "chunks": 50}, bench_kernels.PUBLISHED_TARGET)  # fmt: skip
+    row = figure.as_comparison()
+    assert (row["fastest published"], row["tokens/s"]) == ("a loop", "100")
+    assert (row["x published"], row["target"], row["at the bound"]) == ("18.0", cell, "25.0")
 
 
 class Work:

@@ -11,6 +11,7 @@ from tests.scripts.running import as_a_command, in_this_process
 SCRIPT = "bench_model.py"
 TINY = ["--model", "nano", "--depths", "0", "40", "--batches", "1", "2", "--prompt", "24",
         "--prefill-chunk", "16", "--decode-steps", "2", "--repeats", "1"]  # fmt: skip
+ONE = [*TINY, "--depths", "0", "--batches", "1", "--decode-steps", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +28,20 @@ def without_transformers(monkeypatch):
     )
 
 
-def test_as_a_command_it_prints_both_tables_and_why_nothing_is_compared(tmp_path):
-    done = as_a_command(SCRIPT, *TINY, "--no-peer", cwd=tmp_path)
+def test_as_a_command_it_prints_model_and_machine(tmp_path):
+    done = as_a_command(SCRIPT, *ONE, "--no-peer", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("model nano, parameters 571,856", "1 thread(s)", "GFLOP/s", "GB/s", "overhead"):
+        assert words in done.stdout, words
+
+
+def test_it_prints_its_tables_and_why_nothing_is_compared(capsys, monkeypatch):
+    done = in_this_process(SCRIPT, [*TINY, "--no-peer"], capsys, monkeypatch)
     assert (done.returncode, done.stderr) == (0, "")
     for words in (
-        "model nano, parameters 571,856", "dtype float32", "prefill_chunk 16", "GFLOP/s", "GB/s",
-        "tokens a row", "latent attention", "all the rest", "(packing)",
-        "16 and one 40", "batch 2, from depth 0 to 40: ", "where a step goes", "overhead",
+        "dtype float32", "prefill_chunk 16", "tokens a row", "the last piece of a prompt", "decode",
+        "preparing", "products", "attention", "recurrence", "states", "calling", "overhead",
+        "at most", "(packing)", "16 and one 40", "batch 2, from depth 0 to 40: ", "all the rest",
         "no comparison: --no-peer was given",
     ):  # fmt: skip
         assert words in done.stdout, words
@@ -47,7 +55,7 @@ def test_json_has_a_figure_for_every_depth_and_batch(capsys, monkeypatch):
     report = json.loads(done.stdout)
     assert set(report) == {
         "model", "parameters", "dtype", "backend", "prompt", "prefill_chunk", "decode_steps",
-        "repeats", "machine", "peer", "no_peer", "prefill", "decode", "compared", "shares",
+        "repeats", "machine", "peer", "no_peer", "prefill", "pieces", "decode", "compared",
         "skipped",
     }  # fmt: skip
     assert (report["dtype"], report["machine"]["threads"]) == ("bfloat16", 1)
@@ -60,28 +68,26 @@ def test_json_has_a_figure_for_every_depth_and_batch(capsys, monkeypatch):
     assert set(report["prefill"][0]) == {
         "depth", "batch", "row_tokens", "steps", "seconds", "tokens_per_second",
     }  # fmt: skip
-    assert set(report["decode"][0]) == {
-        "depth", "batch", "step_ms", "attention_ms", "prepare_ms", "rest_ms", "pack_ms", "shallow",
-        "tokens_per_second",
+    assert set(report["decode"][0]) == set(report["pieces"][0]) == {
+        "depth", "batch", "shallow", "tokens", "tokens_per_second", "step_ms", "preparing_ms",
+        "products_ms", "attention_ms", "recurrence_ms", "states_ms", "calling_ms", "overhead_ms",
+        "overhead", "product_flops", "matrix_bytes", "bound_ms", "target", "pack_ms",
     }  # fmt: skip
-    assert [(s["what"], s["tokens"], s["decode"]) for s in report["shares"]] == [
-        ("prefill, depth 0, batch 1", 8, False),
-        ("prefill, depth 40, batch 1", 8, False),
-        ("decode, depth 0, batch 1", 1, True),
-        ("decode, depth 40, batch 1", 1, True),
-    ]
+    assert [(f["depth"], f["batch"], f["tokens"]) for f in report["pieces"]] == [
+        (0, 1, 8), (40, 1, 8),
+    ]  # fmt: skip
     assert [f["shallow"] for f in report["decode"]] == [None] * 4 + [16]
     assert [f["row_tokens"] for f in report["prefill"]] == [24, 12, 24, 12]
 
 
 def test_without_transformers_one_line_says_how_to_get_it_and_the_rest_runs(capsys, monkeypatch):
     without_transformers(monkeypatch)
-    done = in_this_process(SCRIPT, TINY, capsys, monkeypatch)
+    done = in_this_process(SCRIPT, ONE, capsys, monkeypatch)
     assert done.returncode == 0
     (line,) = (line for line in done.stdout.splitlines() if "comparison" in line)
     assert line.startswith("no comparison: transformers is not installed") and "[bench]" in line
-    assert "all the rest" in done.stdout
-    done = in_this_process(SCRIPT, [*TINY, "--peer"], capsys, monkeypatch)
+    assert "overhead" in done.stdout
+    done = in_this_process(SCRIPT, [*ONE, "--peer"], capsys, monkeypatch)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: transformers is not installed")
 
@@ -102,7 +108,7 @@ def test_with_transformers_both_are_compared(tmp_path):
 
 
 def test_what_is_beyond_the_context_is_named_and_the_rest_runs(capsys, monkeypatch):
-    args = [*TINY, "--no-peer", "--depths", "0", "1010"]  # nano: 1024
+    args = [*ONE, "--no-peer", "--depths", "0", "1010"]  # nano: 1024
     done = in_this_process(SCRIPT, args, capsys, monkeypatch)
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if line.startswith("skipped")]
@@ -113,10 +119,10 @@ def test_what_is_beyond_the_context_is_named_and_the_rest_runs(capsys, monkeypat
 
 
 def test_a_table_may_be_empty(capsys, monkeypatch):
-    args = [*TINY, "--no-peer", "--depths", "1023"]
+    args = [*ONE, "--no-peer", "--depths", "1023"]
     done = in_this_process(SCRIPT, args, capsys, monkeypatch)
     assert done.returncode == 0
-    assert "prefill: nothing was measured" in done.stdout and "all the rest" in done.stdout
+    assert "prefill: nothing was measured" in done.stdout and "overhead" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,109 +1,63 @@
-"""What is timed alone must be what the step does: every product once, every state, nothing else."""
+"""What is left of a step, taken sample by sample."""
+
+import types
 
 import pytest
 import torch
 
-from kimi_mini import KimiForCausalLM, preset
-from kimi_mini.batch import allocate_state
 from kimi_mini.workbench import bench_shares
-from kimi_mini.workbench.bench_model import Cell, Stage, Work
-from kimi_mini.workbench.bench_shares import (
-    CORE,
-    measure_shares,
-    products_of,
-    recorded,
-    states_of,
+from kimi_mini.workbench.bench import Limits
+from kimi_mini.workbench.bench_parts import Kind
+from kimi_mini.workbench.bench_products import Product
+from kimi_mini.workbench.bench_shares import Shares, StepTimer
+
+MS = {Kind.PREPARING: 1, Kind.PRODUCTS: 50, Kind.ATTENTION: 6, Kind.RECURRENCE: 9, Kind.STATES: 4,
+      Kind.CALLING: 2}  # fmt: skip
+
+
+def timer_of(monkeypatch, kinds, clock):
+    """A timer of two steps of 100 ms whose parts take MS, each times clock.slow."""
+
+    def seconds():
+        return {kind: MS[kind] * 1e-3 * clock.slow for kind in kinds}
+
+    def step(*_):
+        clock.now += 0.1 * clock.slow
+
+    product = Product(torch.ones(3, 8), torch.ones(5, 8))
+    parts = types.SimpleNamespace(seconds=seconds, products=[product] * 2)
+    monkeypatch.setattr(bench_shares, "Parts", lambda *_: parts)
+    monkeypatch.setattr(bench_shares.time, "perf_counter", lambda: clock.now)
+    return StepTimer(types.SimpleNamespace(forward_batch=step), None, ["step"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "overhead"),
+    [
+        (None, 100 - 50 - 6 - 4 + 2),  # decode: behind states; the recurrence should hide
+        (Kind.STATES, 100 - 50 - 6 - 9 + 2),
+    ],
 )
+def test_overhead_is_what_the_parts_leave_of_the_step(left_out, overhead, monkeypatch):
+    """Sample by sample: a moment in which all is five times slower leaves the rest as they are."""
+    clock = types.SimpleNamespace(now=0.0, slow=1.0)
+    timer = timer_of(monkeypatch, [kind for kind in Kind if kind is not left_out], clock)
+    for clock.slow in (9, 9, 1, 5, 1):
+        timer()
+    shares = timer.shares(Limits(flops=1e6, traffic=1e5), warm_up=2)
+    assert shares.step_ms == pytest.approx(100)
+    for kind in Kind:
+        expected = None if kind is left_out else pytest.approx(MS[kind])
+        assert getattr(shares, f"{kind}_ms") == expected
+    assert shares.overhead_ms == pytest.approx(overhead)
+    assert shares.as_json()["overhead"] == shares.overhead == pytest.approx(overhead / 100)
+    assert (shares.product_flops, shares.matrix_bytes) == (2 * 240, 2 * 160)
+    assert shares.bound_ms == pytest.approx(2 * 160 / 1e5 * 1e3)
 
 
-def stage(backend="torch"):
-    model = KimiForCausalLM.from_config(preset("nano"), seed=0, backend=backend)
-    state = allocate_state(model.config, num_slots=3, num_pages=12, page=16)
-    return Stage(model, state, torch.arange(1, 13))
-
-
-def calls_of(here, step):
-    with torch.inference_mode(), recorded(here.model.dispatcher) as calls:
-        here.model.forward_batch(step, here.state)
-    return calls
-
-
-def matrices(config):
-    """Numbers of the matrices that one token meets, those of the attention's latents left out."""
-    net = KimiForCausalLM(config)
-    experts = {n for n, _ in net.named_parameters() if n.endswith((".w13", ".w2"))}
-    everywhere = sum(
-        p.numel()
-        for n, p in net.named_parameters()
-        if p.dim() == 2 and n not in experts and "kv_b" not in n and "embed" not in n
-        and "conv" not in n and "dt_bias" not in n
-    )  # fmt: skip
-    chosen = sum(net.get_parameter(n).numel() for n in experts)
-    return everywhere + chosen * config.num_experts_per_token // config.num_experts
-
-
-def test_the_products_of_a_decode_step_are_all_its_matrices_once():
-    here = stage()
-    (step,) = here.decode_steps(Cell(Work.DECODE, 20, 1, 1), 1)
-    products = [p for call in calls_of(here, step) for p in products_of(call)]
-    assert sum(p.weight.numel() for p in products) == matrices(here.model.config)
-    assert all(p.x.shape == (1, p.weight.shape[1]) for p in products)
-
-
-def test_experts_of_many_tokens_get_as_many_products_as_choices():
-    here, config = stage(), preset("nano")
-    steps = here.prefill_steps(Cell(Work.PREFILL, 0, 2, 20), 40)
-    (call, *_) = [c for c in calls_of(here, steps[0]) if c.name == "moe"]
-    products = products_of(call)
-    router, projections, *experts, up, down = (len(p.x) for p in products)
-    assert router == projections == up == down == 40
-    assert sum(experts) == 2 * 40 * config.num_experts_per_token
-    assert all(p.x.shape[1] == p.weight.shape[1] for p in products)
-
-
-def test_calls_are_written_down_while_the_block_runs_and_change_nothing():
-    here = stage()
-    (step,) = here.decode_steps(Cell(Work.DECODE, 5, 2, 1), 1)
-    before = [x.clone() for x in here.state]
-    backend = here.model.dispatcher.backend
-    plain = here.model.forward_batch(step, here.state)
-    for x, kept in zip(here.state, before, strict=True):
-        x.copy_(kept)
-    with recorded(here.model.dispatcher) as calls:
-        assert torch.equal(here.model.forward_batch(step, here.state), plain)
-    count = len(calls)
-    kda, mla = len(here.model.config.kda_layer_ids), len(here.model.config.mla_layer_ids)
-    assert [c.name for c in calls].count(CORE) == kda
-    assert [c.name for c in calls].count("attend") == mla
-    assert here.model.dispatcher.backend is backend
-    here.model.forward_batch(step, here.state)
-    assert len(calls) == count
-
-
-def test_states_are_where_they_lie():
-    here = stage()
-    here.state.recurrent.fill_(2.0)
-    states = states_of(here.state, torch.tensor([1, 3]))
-    layers = len(here.model.config.kda_layer_ids)
-    assert len(states) == 2 * 2 * layers
-    for x in states:
-        x.zero_()
-    assert not here.state.recurrent[:, [1, 3]].any() and (here.state.recurrent[:, 2] == 2).all()
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_overhead_is_what_the_parts_leave_of_the_step(decode, monkeypatch):
-    here = stage()
-    if decode:
-        (step,) = here.decode_steps(Cell(Work.DECODE, 5, 1, 1), 1)
-    else:
-        (step,) = here.prefill_steps(Cell(Work.PREFILL, 0, 1, 30), 30)
-    taken = {"step": 10e-3, "products": 4e-3, "attention": 1e-3, "recurrence": 3e-3,
-             "states": 2e-3, "sgemm": 1e-3, "copy": 1e-3}  # fmt: skip
-    monkeypatch.setattr(bench_shares, "medians", lambda functions, repeats: taken)
-    shares = measure_shares(here.model, here.state, step, what="it", repeats=1)
-    assert shares.decode is decode
-    assert shares.overhead_ms == pytest.approx(3 if decode else 2)
-    assert shares.overhead == pytest.approx(shares.overhead_ms / 10)
-    assert shares.as_json()["overhead_ms"] == shares.overhead_ms
-    assert shares.matrix_bytes > 0 and shares.product_flops >= shares.matrix_bytes / 2
+@pytest.mark.parametrize(("target", "cell"), [(None, "-"), (0.25, "25% !"), (0.5, "50%")])
+def test_a_target_stands_beside_the_overhead_and_is_marked_where_it_is_missed(target, cell):
+    shares = Shares(10, 1, 5, 0.5, 1, 0.6, 0.2, 4, 10**6, 10**6, 4, target)
+    row = shares.as_row()
+    assert row["overhead"] == "4.00 (40%)" and row["at most"] == cell
+    assert Shares(10, 1, 5, 0.5, 1, None, 0.2, 4, 10**6, 10**6, 4).as_row()["states"] == "-"
