@@ -54,6 +54,7 @@ def pack(plans: Sequence[StepPlan], wanted: Sequence[range], page: int) -> Forwa
         exports += [(r, export.offset, export.slots[0]) for export in plan.exports]
         table = plan.pages[0]
         out_rows += [table[t // page] * page + t % page for t in range(plan.start, plan.end)]
+    only_last = logits_at == [end - 1 for end in query_start[1:]]
     return ForwardBatch(
         token_ids=torch.tensor(tokens),
         query_start=torch.tensor(query_start),
@@ -62,7 +63,7 @@ def pack(plans: Sequence[StepPlan], wanted: Sequence[range], page: int) -> Forwa
         page_table=_page_table([plan.pages[0] for plan in plans]),
         out_rows=torch.tensor(out_rows),
         exports=torch.tensor(exports) if exports else None,
-        logits_at=torch.tensor(logits_at, dtype=torch.long),
+        logits_at=None if only_last else torch.tensor(logits_at, dtype=torch.long),
     )
 
 
