@@ -21,6 +21,7 @@ from kernels.paging import (
     build_attention_metadata,
     build_destinations,
 )
+from kimi_mini import huge_pages
 from kimi_mini.config import KimiConfig
 from kimi_mini.dtypes import at_least_float32
 
@@ -184,4 +185,4 @@ def allocate_state(
     """
     form = state_form(config, num_slots + 1, num_pages + 1, page, dtype)
     with torch.inference_mode(False):  # tensors that may be written in any mode later
-        return ModelState(*(torch.zeros(shape, dtype=wanted) for shape, wanted in form))
+        return ModelState(*(huge_pages.zeros(shape, wanted) for shape, wanted in form))

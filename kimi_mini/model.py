@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
 from kernels.packing import check_integers
+from kimi_mini import huge_pages
 from kimi_mini.batch import (
     ForwardBatch,
     ModelState,
@@ -161,6 +162,7 @@ class KimiForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        huge_pages.gather(self.parameters())
         self._at_once = DecoderCall(self)
         self.load_report: LoadReport | None = None  # what from_pretrained found
 
