@@ -8,7 +8,8 @@ slots after, without autograd. Backends:
     native      C++ operators on the slots themselves, one token scan for both; exports after any
                 token; where gradients are asked for, the functions of torch
 
-"auto" is torch; with KIMI_MINI_NATIVE=1 in the environment it is native wherever that can be built.
+"auto" is native where its operators have been compiled or can be, which happens on first use; else
+it is torch, with one warning, or with none if KIMI_MINI_NATIVE=0 is in the environment.
 State semantics are the same for all: decode is extend with one token, a mixed batch is its rows run
 alone, and slots that no row of the batch names keep every bit.
 """
@@ -106,8 +107,7 @@ BACKENDS = ("auto", *_BUILDERS)
 class KDAKernelDispatcher:
     """Chooses a backend once, then runs the rows of each step on it.
 
-    backend: "auto" (native if the environment asks for it, else torch), "native", "torch" or
-    "reference".
+    backend: "auto" (native if it can be had, else torch), "native", "torch" or "reference".
     kernel_chunk: tokens of one chunk inside the torch backend.
     `not_taken` maps each backend that was passed over to the reason; `describe()` says it in words.
     Raises ValueError for a backend that is unknown or not available, with the reason.
@@ -299,14 +299,14 @@ def _choose(backend: str) -> tuple[str, dict[str, str]]:
 
 def _automatic() -> tuple[str, str]:
     """What "auto" takes, and why it is not native."""
-    wanted = library.wanted()
-    if wanted is None:
-        return "torch", f"only by name or with {library.SWITCH}=1, until it has been measured"
     missing = library.missing()
     if missing is None:
         return "native", ""
-    if wanted:
-        _warn_once(f"native kernels are not available, torch runs instead: {missing}")
+    if not library.switched_off():
+        _warn_once(
+            f"native kernels are not available, torch runs instead: {missing} "
+            f"({library.SWITCH}=0 is torch without this warning)"
+        )
     return "torch", missing
 
 

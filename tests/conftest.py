@@ -1,5 +1,5 @@
 """Shared by all tests: one torch thread, so that two cores can run two test processes; tests of the
-native kernels are skipped where those cannot be had."""
+native kernels are skipped where those cannot be had, and what "auto" takes is torch there."""
 
 import pytest
 import torch
@@ -7,6 +7,11 @@ import torch
 from kernels.native import library
 
 torch.set_num_threads(1)
+
+
+def pytest_sessionstart():
+    """Compile them, if need be, before the first test: none shall find that on its stderr."""
+    library.missing()
 
 
 @pytest.fixture(autouse=True)

@@ -73,39 +73,46 @@ def find_compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise NotBuilt(f"no C++ compiler: {f'CXX={asked} is not a program' if asked else 'none found'}")
+    if asked:
+        raise NotBuilt(f"no C++ compiler: CXX={asked} is not a program")
+    raise NotBuilt("no C++ compiler: install g++ or clang++, or name one in CXX")
 
 
 def build() -> Built:
     """The library for this machine, compiled if the cache does not have it.
 
-    Says so in one line on stderr when it compiles. Raises NotBuilt with the reason: no compiler, a
-    failed build, a folder that cannot be written.
+    Says so in one line on stderr before it compiles, or waits for who does. Raises NotBuilt with
+    the reason: no compiler, a failed build, a folder that cannot be read or written.
     """
     level = cpu_level()
     path = cache_folder() / _key(level) / "kda_native.so"
-    if path.exists():
-        return Built(path, level, 0.0)
-    compiler = find_compiler()
     try:
+        if path.exists():
+            return Built(path, level, 0.0)
+        compiler = find_compiler()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(path.parent / "lock"):
             if path.exists():
                 return Built(path, level, 0.0)
-            print(
-                f"kernels: compiling the native operators for {level} with {compiler}, once, "
-                f"about a minute, into {path.parent}",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"compiling the native operators for {level} with {compiler}, once, about a "
+                f"minute, into {path.parent}"
             )
             return Built(path, level, _compile(compiler, level, path))
     except OSError as error:
-        raise NotBuilt(f"cannot write {path.parent}: {error}") from error
+        raise NotBuilt(
+            f"cannot use {path.parent}: {error}; XDG_CACHE_HOME may name another place"
+        ) from error
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: kimi_mini/native under XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kimi_mini/native"
+    """Where libraries are kept: kimi_mini/native under XDG_CACHE_HOME, or ~/.cache. Raises NotBuilt
+    where there is no home."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise NotBuilt("no home folder; XDG_CACHE_HOME may name another place") from error
+    return caches / "kimi_mini/native"
 
 
 def _key(level: str) -> str:
@@ -153,6 +160,8 @@ def _run(command: list[str]) -> None:
     """Raises NotBuilt if the compiler fails, with the first error that it names."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except OSError as error:
+        raise NotBuilt(f"{command[0]} cannot be run: {error}") from error
     except subprocess.TimeoutExpired:
         raise NotBuilt(f"{command[0]} did not end within {_TIMEOUT:.0f} s") from None
     if done.returncode:
@@ -169,5 +178,13 @@ def _alone(lock: Path) -> Iterator[None]:
     except ImportError:
         raise NotBuilt(f"this system ({sys.platform}) cannot lock files") from None
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"waiting for another process that compiles into {lock.parent}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _say(news: str) -> None:
+    print(f"kernels: {news}", file=sys.stderr, flush=True)

@@ -1,13 +1,14 @@
-"""Whether the native operators are wanted, whether they can be had, and the operators.
+"""Whether the native operators can be had, and the operators.
 
-KIMI_MINI_NATIVE=1 makes the choice "auto" take them, 0 switches them off; without it they run only
-where the backend is asked for by name.
+They run wherever they are compiled already or can be; KIMI_MINI_NATIVE=0 in the environment
+switches them off, for "auto" and by name.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from types import ModuleType
 
 import torch
@@ -16,24 +17,23 @@ from kernels.native import fakes
 from kernels.native.build import NotBuilt, build
 
 SWITCH = "KIMI_MINI_NATIVE"
+_one_at_a_time = threading.Lock()
 
 
-def wanted() -> bool | None:
-    """The switch in the environment: True, False, or None where it is not set.
-
-    Raises ValueError for a value that is neither 0 nor 1.
-    """
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
+def switched_off() -> bool:
+    """Whether the environment says 0. Raises ValueError where it says neither 0 nor 1."""
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return bool(int(value)) if value else None
+    return value == "0"
 
 
 def missing() -> str | None:
     """Why there are no native operators; None if they are loaded, after a build if need be."""
-    if wanted() is False:
+    if switched_off():
         return f"switched off by {SWITCH}=0"
-    return _load()
+    with _one_at_a_time:
+        return _load()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from torch.autograd import gradcheck
 
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.kda import KDAInputs, KDAWeights
+from kernels.native import library
 from kimi_mini.workbench.cases import relative_error
 from tests.kernels.steps import (
     BACKENDS,
@@ -29,12 +30,11 @@ from tests.kernels.steps import (
 )
 
 
-def test_auto_takes_torch_and_says_why_not_the_others(monkeypatch):
-    monkeypatch.delenv("KIMI_MINI_NATIVE", raising=False)
-    dispatcher = KDAKernelDispatcher()
-    assert dispatcher.backend.name == "torch"
-    assert set(dispatcher.not_taken) == set(BACKENDS) - {"torch"}
-    assert "KIMI_MINI_NATIVE=1" in dispatcher.not_taken["native"]
+def test_auto_takes_native_if_it_can_and_says_why_not_the_others():
+    dispatcher, missing = KDAKernelDispatcher(), library.missing()
+    assert dispatcher.backend.name == ("torch" if missing else "native")
+    assert set(dispatcher.not_taken) == set(BACKENDS) - {dispatcher.backend.name}
+    assert dispatcher.not_taken.get("native") == missing
     for name, reason in dispatcher.not_taken.items():
         assert f"{name}: {reason}" in dispatcher.describe()
 

@@ -1,9 +1,13 @@
 """Building and keeping the library, with a compiler that only pretends."""
 
 import concurrent.futures
+import fcntl
+import pwd
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -114,10 +118,29 @@ def test_processes_that_build_at_once_compile_once(compiler):
     assert len(paths) == 1 and calls() == ONE_BUILD
 
 
+def test_who_waits_for_another_process_says_so(compiler, capfd):
+    install, calls = compiler
+    install()
+    lock = build().path.with_name("lock")
+    lock.with_name("kda_native.so").unlink()
+    compiled, said = calls(), ""
+    waiting = threading.Thread(target=build)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        capfd.readouterr()
+        waiting.start()
+        while "\n" not in said:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        assert said.startswith("kernels: waiting for another process") and calls() == compiled
+    waiting.join()
+    assert calls() == compiled + ONE_BUILD
+
+
 def test_no_compiler_is_a_reason(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(NotBuilt, match="no C\\+\\+ compiler: none found"):
+    with pytest.raises(NotBuilt, match="no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+"):
         build()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NotBuilt, match="CXX=no-such-compiler is not a program"):
@@ -142,9 +165,31 @@ def test_a_compiler_that_hangs_is_stopped(compiler, monkeypatch):
     assert files() == ["lock"]
 
 
+def test_what_is_no_program_at_all_is_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "compiler").write_bytes(b"\0")
+    (tmp_path / "compiler").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    with pytest.raises(NotBuilt, match="compiler cannot be run: .*Exec format error"):
+        build()
+
+
 def test_a_cache_that_cannot_be_written_is_a_reason(compiler, tmp_path):
     install, _ = compiler
     install()
     (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(NotBuilt, match="cannot write"):
+    with pytest.raises(NotBuilt, match="cannot use .*; XDG_CACHE_HOME may name another place"):
+        build()
+
+
+def test_who_has_no_home_is_told_so(compiler, monkeypatch):
+    install, _ = compiler
+    install()
+
+    def nobody(_):
+        raise KeyError
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(NotBuilt, match="no home folder; XDG_CACHE_HOME may name another place"):
         build()

@@ -1,5 +1,6 @@
 """Choosing native kernels, and doing without them."""
 
+import json
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ from kernels import dispatcher as dispatching
 from kernels.dispatcher import KDAKernelDispatcher
 from kernels.native import library
 from kernels.native.build import Built, cpu_level
-from tests.scripts.running import in_this_process
+from tests.scripts.running import as_a_command, in_this_process
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "build_native.py"
@@ -21,6 +22,7 @@ SCRIPT = "build_native.py"
 @pytest.fixture
 def without_compiler(tmp_path, monkeypatch):
     """A process that has not tried to build yet, and cannot."""
+    monkeypatch.delenv("KIMI_MINI_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     fresh = library._load.__wrapped__
@@ -36,14 +38,36 @@ def test_by_name_a_missing_backend_is_an_error_with_its_reason(without_compiler)
         library.operators()
 
 
-def test_auto_then_takes_torch_and_warns_once(without_compiler, monkeypatch):
-    monkeypatch.setenv("KIMI_MINI_NATIVE", "1")
+def test_auto_then_takes_torch_and_warns_once(without_compiler):
     with pytest.warns(RuntimeWarning, match="torch runs instead: no C\\+\\+ compiler") as caught:
         first = KDAKernelDispatcher()
         second = KDAKernelDispatcher()
     assert len(caught) == 1
     assert first.backend.name == second.backend.name == "torch"
     assert "native: no C++ compiler" in first.describe()
+
+
+def test_the_warning_says_what_to_do(without_compiler, monkeypatch):
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.warns(RuntimeWarning, match="install g\\+\\+ or clang\\+\\+.*KIMI_MINI_NATIVE=0"):
+        KDAKernelDispatcher()
+
+
+def test_a_command_says_on_stderr_that_it_builds_and_that_it_could_not(
+    without_compiler, tmp_path, monkeypatch
+):
+    """The line comes before the compiler runs, and what --json prints is nothing but JSON."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'a.h:1: error: too old' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    done = as_a_command("generate.py", "--model", "nano", "--max-tokens", "1", "--json")
+    assert (done.returncode, json.loads(done.stdout)["backend"]) == (0, "torch")
+    building, warning = done.stderr.splitlines()
+    assert building.startswith("kernels: compiling the native operators")
+    assert warning.startswith("warning: native kernels are not available, torch runs instead")
+    assert "a.h:1: error: too old" in warning
 
 
 def test_a_library_that_is_none_is_a_reason(tmp_path, monkeypatch):
@@ -71,8 +95,9 @@ def test_the_switch_is_0_or_1(value, monkeypatch):
 
 
 @pytest.mark.needs_native
-def test_the_switch_makes_auto_native(monkeypatch):
-    monkeypatch.setenv("KIMI_MINI_NATIVE", "1")
+@pytest.mark.parametrize("value", ["", "1"])
+def test_auto_is_native(value, monkeypatch):
+    monkeypatch.setenv("KIMI_MINI_NATIVE", value)
     dispatcher = KDAKernelDispatcher()
     assert dispatcher.backend.name == "native"
     assert dispatcher.not_taken == dict.fromkeys(("torch", "reference"), "'native' is faster")
