@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import torch
 
+from kernels.dispatcher import BACKENDS
+
 
 class UserError(ValueError):
     """A mistake of the person at the command line; the message says what is allowed."""
@@ -53,6 +55,12 @@ def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """--backend, as `kernels.dispatcher` knows them."""
+    text = "kernels (auto: native if they compile, else torch)"
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=text)
 
 
 def check_seed(seed: int) -> None:

@@ -20,8 +20,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import Parser, UserError, check_seed, check_threads, run
+from kimi_mini.cli import Parser, UserError, add_backend, check_seed, check_threads, run
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.engine import Engine
 from kimi_mini.serving.open_model import open_model
@@ -42,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="of a first token; calls and operations: 7 times")
     add("--threads", type=int, default=1, help="torch threads (1)")
     add("--dtype", choices=tuple(DTYPES), default="float32")
-    add("--backend", choices=BACKENDS, default="auto")
+    add_backend(parser)
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args(argv)

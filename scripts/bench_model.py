@@ -24,8 +24,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import Parser, UserError, check_threads, run
+from kimi_mini.cli import Parser, UserError, add_backend, check_threads, run
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.open_model import open_model
 from kimi_mini.weights.inventory import parameter_count
@@ -50,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--decode-steps", type=int, default=16, help="steps of one timing (16)")
     add("--threads", type=int, default=1, help="torch threads (1)")
     add("--dtype", choices=("auto", *DTYPES), default="float32", help="auto: as the config says")
-    add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
+    add_backend(parser)
     add("--repeats", type=int, default=7, help="of every figure (7)")
     add("--peer", action=argparse.BooleanOptionalAction, help="transformers too (if installed)")
     add("--json", action="store_true", help="one JSON object instead of tables")

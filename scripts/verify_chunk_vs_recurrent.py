@@ -21,9 +21,11 @@ import json
 import time
 from collections.abc import Sequence
 
-from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import Parser, check_seed, run, set_threads
+import torch
+
+from kimi_mini.cli import Parser, add_backend, check_seed, run, set_threads
 from kimi_mini.dtypes import torch_dtype
+from kimi_mini.model import KimiForCausalLM
 from kimi_mini.workbench.verify import Check, as_json, table
 from kimi_mini.workbench.verify_kernels import kernel_checks
 from kimi_mini.workbench.verify_stack import layer_checks, model_checks, open_subject
@@ -37,21 +39,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", default="nano", help="a preset, a config.json or a checkpoint folder (nano)")
     add("--dtype", choices=VERIFIED, default="float32", help="of operands, layer and model")
     add("--seed", type=int, default=0, help="of operands, cuts and random weights")
-    add("--backend", choices=BACKENDS, default="auto", help="KDA kernels under test")
+    add_backend(parser)
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
     add("--json", action="store_true", help="one JSON object instead of the table")
     return parser.parse_args(argv)
 
 
-def checks_of(args: argparse.Namespace) -> list[Check]:
-    dtype = torch_dtype(args.dtype)
-    net = open_subject(args.config, dtype, args.seed, args.backend)
+def checks_of(net: KimiForCausalLM, dtype: torch.dtype, seed: int) -> list[Check]:
     kda, backend = net.config.linear_attn_config, net.dispatcher.backend.name
     layer = net.model.layers[net.config.kda_layer_ids[0]].self_attn
     return [
-        *kernel_checks(backend, dtype, args.seed, kda.num_heads, kda.head_dim),
-        *layer_checks(layer, backend, dtype, args.seed),
-        *model_checks(net, args.seed),
+        *kernel_checks(backend, dtype, seed, kda.num_heads, kda.head_dim),
+        *layer_checks(layer, backend, dtype, seed),
+        *model_checks(net, seed),
     ]
 
 
@@ -60,9 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_seed(args.seed)
     set_threads(args.threads)
     began = time.perf_counter()
-    checks = checks_of(args)
+    dtype = torch_dtype(args.dtype)
+    net = open_subject(args.config, dtype, args.seed, args.backend)
+    checks = checks_of(net, dtype, args.seed)
     seconds = time.perf_counter() - began
-    exceeded = sum(not check.ok for check in checks)
+    backend, exceeded = net.dispatcher.backend.name, sum(not check.ok for check in checks)
     if args.json:
         print(
             json.dumps(
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "config": args.config,
                     "dtype": args.dtype,
                     "seed": args.seed,
-                    "backend": args.backend,
+                    "backend": backend,
                     "seconds": round(seconds, 3),
                     "ok": not exceeded,
                     "checks": as_json(checks),
@@ -79,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         half = args.dtype == "bfloat16"
-        print(f"{args.config}, {args.dtype}, seed {args.seed}: largest relative errors against")
-        print("the recurrence in float64" + (" (layer, model: root mean square)" * half) + "\n")
+        print(f"{args.config}, {args.dtype}, {backend}, seed {args.seed}: largest relative errors")
+        print("against float64" + (" (layer, model: root mean square)" * half) + "\n")
         print(table(checks))
         verdict = f"{exceeded} exceed (!)" if exceeded else "all within what is allowed"
         print(

@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.dispatcher import BACKENDS
-from kimi_mini.cli import UserError, check_seed, set_threads
+from kimi_mini.cli import UserError, add_backend, check_seed, set_threads
 from kimi_mini.config_file import shown
 from kimi_mini.dtypes import DTYPES
 from kimi_mini.serving.caches import DENSE, PREFIX_CACHES, CacheOptions, check_prefix_cache
@@ -125,7 +124,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of a preset's random weights and of sampling")
     add("--dtype", choices=("auto", *DTYPES), default="float32", help="auto: as the config says")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
-    add("--backend", choices=BACKENDS, default="auto", help="KDA kernels")
+    add_backend(parser)
     add("--prefix-cache", choices=PREFIX_CACHES, default="none", help="none: no reuse of prefixes")
     for name, text in ROOM.items():
         add(_option(name), type=int, help=text)

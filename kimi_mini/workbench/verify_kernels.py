@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kernels.chunked import kda_chunk_scan
+from kernels.native.operators import kda_scan
 from kernels.packing import Export
 from kernels.recurrent import ScanResult, kda_token_scan
 from kernels.reference import kda_reference, short_conv_reference
@@ -53,6 +54,8 @@ def _forms(backend: str) -> Iterator[tuple[str, Scan, int]]:
         scan = functools.partial(kda_chunk_scan, kernel_chunk=chunk)
         yield f"chunks of {chunk}", scan, chunk
     yield "token loop", kda_token_scan, 1
+    if backend == "native":
+        yield "native scan", kda_scan, 1
 
 
 def _checks(
