@@ -16,9 +16,10 @@ def pytest_sessionstart():
 
 @pytest.fixture(autouse=True)
 def native_or_skipped(request):
-    """Skip a test that needs native kernels, by its marker or by a parameter, if there are none."""
+    """Skip a test that needs native kernels if there are none: by its marker, by a parameter, or by
+    a parameter's `backend`."""
     given = getattr(request.node, "callspec", None)
-    values = given.params.values() if given else ()
+    values = [getattr(v, "backend", v) for v in given.params.values()] if given else ()
     named = any(isinstance(value, str) and value.startswith("native") for value in values)
     if named or request.node.get_closest_marker("needs_native"):
         reason = library.missing()

@@ -22,7 +22,7 @@ def goldens(name: str) -> dict[str, Tensor]:
 
 
 @functools.cache
-def golden_model(name: str, dtype: torch.dtype, backend: str = "torch") -> KimiForCausalLM:
+def golden_model(name: str, dtype: torch.dtype, backend: str) -> KimiForCausalLM:
     return KimiForCausalLM.from_pretrained(FOLDER / name, dtype=dtype, backend=backend)
 
 

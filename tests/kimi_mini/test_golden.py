@@ -23,26 +23,35 @@ from tests.kimi_mini.golden_cases import (
 
 LOGITS, TRACE, STATE, FLOAT64 = 2.5e-4, 3e-4, 1e-4, 1e-11
 EACH = pytest.mark.parametrize("name", NAMES)
-PIECES = (1, 3, 16, 64)
+BOTH = pytest.mark.parametrize("backend", ["torch", "native"])
+IN_PIECES = pytest.mark.parametrize(
+    "backend, piece",
+    [
+        *(("native", piece) for piece in (1, 3, 16, 64)),
+        ("torch", 16),
+        *(pytest.param("torch", piece, marks=pytest.mark.slow) for piece in (1, 3, 64)),
+    ],
+)
 
 
 @EACH
+@BOTH
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_stateless_logits_agree_with_other_implementations(name, prompt):
+def test_stateless_logits_agree_with_other_implementations(name, backend, prompt):
     golden = goldens(name)
     ids, at = golden[f"p{prompt}.input_ids"], golden[f"p{prompt}.positions"]
     with torch.inference_mode():
-        single = golden_model(name, torch.float32)(ids[None])[0, at]
-        double = golden_model(name, torch.float64)(ids[None])[0, at]
+        single = golden_model(name, torch.float32, backend)(ids[None])[0, at]
+        double = golden_model(name, torch.float64, backend)(ids[None])[0, at]
     assert (single - golden[f"p{prompt}.logits"]).abs().max() < LOGITS
     assert (double - golden[f"p{prompt}.logits_f64"]).abs().max() < FLOAT64
 
 
 @EACH
-@pytest.mark.parametrize("piece", PIECES)
-def test_prefill_in_pieces_then_decode_gives_the_recorded_continuation(name, piece):
+@IN_PIECES
+def test_prefill_in_pieces_then_decode_gives_the_recorded_continuation(name, backend, piece):
     """Slots and pages start as NaN; two prompts share the state tensors, one after the other."""
-    golden, model = goldens(name), golden_model(name, torch.float32)
+    golden, model = goldens(name), golden_model(name, torch.float32, backend)
     state = poisoned_state(model, slots=3, pages=40, page=16)
     pages = torch.randperm(40, generator=torch.Generator().manual_seed(piece)) + 1
     for slot, prompt in ((2, 130), (1, 65), (2, 17), (1, 3), (2, 1)):
@@ -58,9 +67,9 @@ def test_prefill_in_pieces_then_decode_gives_the_recorded_continuation(name, pie
 
 
 @EACH
-@pytest.mark.parametrize("piece", PIECES)
-def test_in_float64_every_way_through_the_model_gives_the_same_logits(name, piece):
-    golden, model = goldens(name), golden_model(name, torch.float64)
+@IN_PIECES
+def test_in_float64_every_way_through_the_model_gives_the_same_logits(name, backend, piece):
+    golden, model = goldens(name), golden_model(name, torch.float64, backend)
     ids = torch.cat([golden["p65.input_ids"], golden["p65.greedy_ids"]])
     with torch.inference_mode():
         whole = model(ids[None])[0]
@@ -134,8 +143,9 @@ def record(model, run):
 
 
 @EACH
-def test_every_sublayer_agrees_with_the_recorded_trace(name):
-    golden, model = goldens(name), golden_model(name, torch.float32)
+@BOTH
+def test_every_sublayer_agrees_with_the_recorded_trace(name, backend):
+    golden, model = goldens(name), golden_model(name, torch.float32, backend)
     with torch.inference_mode():
         seen = record(model, lambda: model(golden["p17.input_ids"][None]))
     kinds = json.loads((FOLDER / name / "goldens.json").read_text())["layers"]

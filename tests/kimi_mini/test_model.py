@@ -17,6 +17,7 @@ from tests.kimi_mini.golden_cases import Sequence, poisoned_state, run_step
 # decision 9: whole model, float32, expert choices of the first run replayed
 FLOAT32 = 5e-5
 FLOAT64 = 1e-10
+BOTH = pytest.mark.parametrize("backend", ["torch", "native"])
 
 
 def model(name="nano", dtype=torch.float64, seed=3, **kernels):
@@ -57,7 +58,9 @@ def test_an_unfilled_model_is_all_nan():
 # --- stateless, differentiable --------------------------------------------------------------------
 
 
-def test_gradients_through_the_chunk_form_are_those_of_the_reference_recurrence():
+@BOTH
+def test_gradients_through_the_chunk_form_are_those_of_the_reference_recurrence(backend):
+    """Where gradients are asked for, the native backend has torch's functions."""
     inputs = ids(2 * 21).view(2, 21)
 
     def gradients(backend):
@@ -65,7 +68,7 @@ def test_gradients_through_the_chunk_form_are_those_of_the_reference_recurrence(
         net(inputs).log_softmax(-1)[:, :-1].gather(-1, inputs[:, 1:, None]).mean().backward()
         return {n: p.grad for n, p in net.named_parameters()}
 
-    fast, slow = gradients("torch"), gradients("reference")
+    fast, slow = gradients(backend), gradients("reference")
     without = [n for n, g in slow.items() if g is None]
     # read by nothing: with an empty bank the first mixture is its only source; biases only select
     assert all("layers.0.self_attention_res" in n or "correction_bias" in n for n in without)
@@ -112,8 +115,10 @@ def test_one_optimiser_step_lowers_a_loss(dtype):
     assert loss() < before - 0.01
 
 
-def test_rows_of_a_batch_are_sequences_of_their_own():
-    net = model()
+@BOTH
+@torch.no_grad()
+def test_rows_of_a_batch_are_sequences_of_their_own(backend):
+    net = model(backend=backend)
     inputs = ids(3 * 40).view(3, 40)
     together = net(inputs)
     assert together.shape == (3, 40, 320)
@@ -121,10 +126,12 @@ def test_rows_of_a_batch_are_sequences_of_their_own():
         assert relative(together[r : r + 1], net(inputs[r : r + 1])) < FLOAT64
 
 
-def test_later_tokens_change_no_bit_of_earlier_logits():
+@BOTH
+@torch.no_grad()
+def test_later_tokens_change_no_bit_of_earlier_logits(backend):
     """With the same expert choices: how many tokens share an expert's product may show in the last
     bits of each of them (decision 9)."""
-    net = model(dtype=torch.float32)
+    net = model(dtype=torch.float32, backend=backend)
     first = ids(70)
     second = first.clone()
     second[41:] = ids(29, seed=9)
@@ -157,11 +164,19 @@ def test_empty_and_tiny_batches_have_the_right_shape(shape):
 # --- over slots and pages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, seed", [("nano", 3), ("mini", 1)])
+@pytest.mark.parametrize(
+    "name, seed, backend",
+    [
+        ("nano", 3, "torch"),
+        ("nano", 3, "native"),
+        ("mini", 1, "native"),
+        pytest.param("mini", 1, "torch", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("lengths", [(1,), (3,), (40,), (16, 17, 1), (100,)])
-def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, lengths):
+def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, backend, lengths):
     """Random splits, decode among them; decision 9."""
-    net = model(name, torch.float32, seed)
+    net = model(name, torch.float32, seed, backend=backend)
     vocab = net.config.vocab_size
     total = ids(120, seed=len(lengths), vocab=vocab)
     choices = ExpertChoices(net)
@@ -212,9 +227,10 @@ def test_a_mixed_batch_is_its_rows_run_alone(backend):
             assert relative(got, alone.latent[layer].flatten(0, 1)[rows]) < FLOAT64
 
 
-def test_rows_of_uneven_prompts_join_and_leave_without_moving_others():
+@BOTH
+def test_rows_of_uneven_prompts_join_and_leave_without_moving_others(backend):
     """BR-07, BR-63: lengths 3, 40, 100 in pieces of 32; then a fresh row joins and one leaves."""
-    net = model()
+    net = model(backend=backend)
     state = poisoned_state(net, slots=4, pages=60, page=8)
     texts = [ids(n, seed=n) for n in (3, 40, 100, 21)]
     rows = [Sequence(net, state, i + 1, torch.arange(15) + 1 + 15 * i) for i in range(4)]
@@ -485,11 +501,13 @@ def test_state_dtypes_follow_the_model():
         assert state.conv.dtype == state.latent.dtype == dtype
 
 
-@pytest.mark.parametrize("name, seed", [("nano", 0), ("nano", 4), ("mini", 0)])
-def test_a_bf16_model_stays_close_to_the_float32_one(name, seed):
+@pytest.mark.parametrize(
+    "name, seed, backend", [("nano", 0, "torch"), ("nano", 4, "native"), ("mini", 0, "native")]
+)
+def test_a_bf16_model_stays_close_to_the_float32_one(name, seed, backend):
     """Decision 11: same weights and expert choices, 3 % of the logits' own size; in pieces too."""
-    half = model(name, torch.bfloat16, seed)
-    single = model(name, torch.bfloat16, seed).float()
+    half = model(name, torch.bfloat16, seed, backend=backend)
+    single = model(name, torch.bfloat16, seed, backend=backend).float()
     text = ids(90, seed, half.config.vocab_size)
     choices = ExpertChoices(single)
     choices.tokens = torch.arange(90)

@@ -42,7 +42,7 @@ def state(slots=4, dtype=torch.float64):
     )
 
 
-def through(layer, x, pool, slot, context, backend="torch"):
+def through(layer, x, pool, slot, context, backend="auto"):
     dispatcher = KDAKernelDispatcher(backend)
     step = dispatcher.plan([0, len(x)], [slot], [context], num_slots=pool.conv.shape[0] - 1)
     return layer(x, Step(dispatcher, step, None, None), pool)
@@ -55,16 +55,19 @@ def tokens(n, seed=1, dtype=torch.float64):
 @pytest.mark.parametrize("full_rank", [True, False])
 @pytest.mark.parametrize("bound", [-5.0, -2.0, None])
 @pytest.mark.parametrize("split", [1, 2, 16, 33, 69])
-def test_a_kda_layer_resumes_from_its_slot(full_rank, bound, split):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@torch.no_grad()
+def test_a_kda_layer_resumes_from_its_slot(full_rank, bound, split, backend):
     layer = kda_layer(variant(use_full_rank_gate=full_rank, gate_lower_bound=bound))
     x, pool = tokens(70), state()
     whole = layer(x, stateless_step(1, 70, KDAKernelDispatcher("reference")), None)
-    first = through(layer, x[:split], pool, 3, 0)
-    second = through(layer, x[split:], pool, 3, split)
+    first = through(layer, x[:split], pool, 3, 0, backend)
+    second = through(layer, x[split:], pool, 3, split, backend)
     torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "conv"])
+@torch.no_grad()
 def test_resuming_without_one_of_the_two_kda_states_is_wrong(kind):
     """Pitfall 18: this is what the test above must be able to see."""
     layer, x, pool = kda_layer(), tokens(70), state()
@@ -96,15 +99,17 @@ def test_the_kda_output_gate_is_a_sigmoid_after_the_norm(gate):
     torch.testing.assert_close(got, gated @ layer.o_proj.weight.T, rtol=0, atol=1e-12)
 
 
-def test_two_requests_interleaved_layer_by_layer_do_not_see_each_other():
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@torch.no_grad()
+def test_two_requests_interleaved_layer_by_layer_do_not_see_each_other(backend):
     """BR-69, second part: no buffer inside the layer."""
     layer, pool = kda_layer(), state()
     a, b = tokens(20, 1), tokens(20, 2)
-    alone = [layer(x, stateless_step(1, 20, KDAKernelDispatcher()), None) for x in (a, b)]
+    alone = [layer(x, stateless_step(1, 20, KDAKernelDispatcher(backend)), None) for x in (a, b)]
     got = {1: [], 2: []}
     for t in range(0, 20, 4):
         for slot, x in ((1, a), (2, b)):
-            got[slot].append(through(layer, x[t : t + 4], pool, slot, t))
+            got[slot].append(through(layer, x[t : t + 4], pool, slot, t, backend))
     torch.testing.assert_close(torch.cat(got[1]), alone[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.cat(got[2]), alone[1], rtol=0, atol=1e-12)
 

@@ -42,10 +42,11 @@ def seeded(**changes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_the_recorded_ones(name):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_greedy_tokens_are_the_recorded_ones(name, backend):
     """All golden prompts at once, in pieces of 50, on pages of 16."""
-    golden = goldens(name)
-    engine = Engine(golden_model(name, torch.float32), prefill_chunk=50, state_slots=4, poison=True)
+    golden, model = goldens(name), golden_model(name, torch.float32, backend)
+    engine = Engine(model, prefill_chunk=50, state_slots=4, poison=True)
     prompts = [golden[f"p{n}.input_ids"].tolist() for n in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=16)
     outputs = [request.outputs[0] for request in engine.generate(prompts, params)]
