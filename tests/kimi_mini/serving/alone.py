@@ -59,11 +59,16 @@ def small_config(context: int = 256, eos: int | list[int] | None = 2):
 
 @functools.cache
 def small_model(
-    dtype: torch.dtype = torch.float64, context: int = 256, eos: int | tuple[int, ...] | None = 2
+    dtype: torch.dtype = torch.float64,
+    context: int = 256,
+    eos: int | tuple[int, ...] | None = 2,
+    backend: str = "auto",
 ) -> KimiForCausalLM:
     """Slow gates: nothing is forgotten, so that a state of somebody else cannot fade away."""
     eos = list(eos) if isinstance(eos, tuple) else eos
-    model = KimiForCausalLM.from_config(small_config(context, eos), seed=1, dtype=dtype)
+    model = KimiForCausalLM.from_config(
+        small_config(context, eos), seed=1, dtype=dtype, backend=backend
+    )
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.A_log.zero_()

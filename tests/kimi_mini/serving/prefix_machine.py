@@ -25,7 +25,7 @@ from tests.kimi_mini.serving.alone import (
     stateless,
 )
 from tests.kimi_mini.serving.mixes import assert_told
-from tests.kimi_mini.serving.prefix_wishes import LONGEST_PROMPT, TEXTS, TRUTH, tight, wish
+from tests.kimi_mini.serving.prefix_wishes import LONGEST_PROMPT, TEXTS, tight, tiny, wish
 from tests.kimi_mini.serving.reuse import Rules, assert_all_comes_back, greedy
 from tests.kimi_mini.serving.witness import EXACT, Witness, distance
 
@@ -39,11 +39,12 @@ class Failure(MemoryError):
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """By `engine_rules`; `happened` counts over all runs of a class."""
+    """By `engine_rules`, on `backend`; `happened` counts over all runs of a class."""
 
     happened: Counter[str]
 
     engine_rules: Rules
+    backend: str
 
     @initialize(seed=seeds)
     def make(self, seed: int) -> None:
@@ -51,9 +52,9 @@ class PrefixMachine(RuleBasedStateMachine):
         shape = tight(self.rng, self.engine_rules)
         self.fails_now_and_then = self.rng.choice([0.0, 0.0, 0.05])
         note(shape)
-        self.shape = shape
-        self.engine = shape.engine()
-        self.witness = Witness(self.engine, truth=TRUTH)
+        self.shape, self.truth = shape, tiny(self.backend)
+        self.engine = shape.engine(self.truth.model)
+        self.witness = Witness(self.engine, truth=self.truth)
         self.requests: list[Request] = []
         self.unchecked: list[Request] = []
         self.streams: list[tuple] = []  # (iterator, its request)
@@ -82,7 +83,7 @@ class PrefixMachine(RuleBasedStateMachine):
             copy(copies)
 
         executor.run, executor.copy = failing_run, failing_copy
-        last = TRUTH.model.model.layers[-1]
+        last = self.truth.model.model.layers[-1]
         self.hook = last.register_forward_pre_hook(lambda *_: self._at("within"))
 
     def _at(self, place: str) -> None:
@@ -251,8 +252,8 @@ class PrefixMachine(RuleBasedStateMachine):
         for own, sequence in zip(output.outputs, request.sequences, strict=True):
             known = [*prompt, *own.token_ids]
             self.said.append(known)
-            oracle = stateless(TRUTH.model, known)
-            expected = alone(oracle, TRUTH.model, prompt, params, own.index)
+            oracle = stateless(self.truth.model, known)
+            expected = alone(oracle, self.truth.model, prompt, params, own.index)
             if own.finish_reason is FinishReason.ABORT:
                 assert request.request_id in self.cancelled
                 assert own.token_ids == expected.token_ids[: len(own.token_ids)]
@@ -267,7 +268,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.happened["hit"] += own.cached_tokens > 0
             self.happened["preempted"] += own.timings.preemptions > 0
         if params.prompt_logprobs is not None and request.request_id not in self.cancelled:
-            oracle = stateless(TRUTH.model, prompt)
+            oracle = stateless(self.truth.model, prompt)
             scored = scored_prompt(oracle, prompt, params.prompt_logprobs)
             for one, other in zip(output.prompt_logprobs, scored, strict=True):
                 assert_logprobs(one, other)

@@ -2,6 +2,7 @@
 what is asked of it. Beginnings are shared, and boundaries are dense.
 """
 
+import functools
 import math
 import random
 import warnings
@@ -22,19 +23,17 @@ TEXTS = ([7, 8, 9, 10] * 7, [7, 8, 9, 10] * 4 + [11, 7] * 14, [12, 7, 8])
 EOS = [2, *range(40, 50)]  # so many that some end by themselves
 
 
-def tiny_model() -> KimiForCausalLM:
-    """Kernel chunks of 4, so that boundaries are dense; nothing is forgotten."""
+@functools.cache
+def tiny(backend: str) -> Truth:
+    """Kernel chunks of 4, so that torch's boundaries are dense, too; nothing is forgotten."""
     model = KimiForCausalLM.from_config(
-        small_config(64, EOS), seed=1, dtype=torch.float64, kernel_chunk=4
+        small_config(64, EOS), seed=1, dtype=torch.float64, backend=backend, kernel_chunk=4
     )
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.A_log.zero_()
         attention.dt_bias.fill_(-6.0)
-    return model
-
-
-TRUTH = Truth(tiny_model())
+    return Truth(model)
 
 
 class Tight(NamedTuple):
@@ -48,11 +47,11 @@ class Tight(NamedTuple):
     budget: int
     piece: int
 
-    def engine(self) -> Engine:
+    def engine(self, model: KimiForCausalLM) -> Engine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some keep nothing of prompts
             return reusing(
-                TRUTH.model, self.rules, page=self.page, state_slots=self.slots,
+                model, self.rules, page=self.page, state_slots=self.slots,
                 kv_pages=-(-LONGEST // self.page) + self.more_pages,
                 max_batch_tokens=self.budget, prefill_chunk=self.piece, **self.own,
             )  # fmt: skip

@@ -96,13 +96,17 @@ BLOCKS = [HASHED, VLLM]
 RULES = [*TREES, *BLOCKS]
 OURS = [TREE, *BLOCKS]  # and vLLM's
 ALL_OURS = [*TREES[:3], *BLOCKS]
+BACKENDS = ("native", "torch")
 by_our_rules = pytest.mark.parametrize("rules", OURS, ids=str)
 by_all_our_rules = pytest.mark.parametrize("rules", ALL_OURS, ids=str)
 
 
 @functools.cache
 def hybrid_model(
-    dtype: torch.dtype = torch.float64, context: int = 1024, kernel_chunk: int = 16
+    dtype: torch.dtype = torch.float64,
+    context: int = 1024,
+    backend: str = "auto",
+    kernel_chunk: int = 16,
 ) -> KimiForCausalLM:
     """KDA, MLA, KDA, the last with experts; 2 heads of 12, no divisor of a page or a grid. The
     first never forgets, so that a state of somebody else cannot fade; the last has gates as they
@@ -114,7 +118,9 @@ def hybrid_model(
     config = dataclasses.replace(
         config, num_hidden_layers=3, first_k_dense_replace=2, linear_attn_config=kda
     )
-    model = KimiForCausalLM.from_config(config, seed=1, dtype=dtype, kernel_chunk=kernel_chunk)
+    model = KimiForCausalLM.from_config(
+        config, seed=1, dtype=dtype, backend=backend, kernel_chunk=kernel_chunk
+    )
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.A_log.zero_()

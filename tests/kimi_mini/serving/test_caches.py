@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 from cache.blocks.manager import BlockCache
 from cache.blocks.vllm import VLLMCache
@@ -13,11 +14,12 @@ from cache.policy.cost_model import PrefixFlops
 from cache.policy.eviction import FlopAware
 from cache.radix.manager import RadixCache
 from cache.radix.sglang import SGLangCache
+from kimi_mini import Engine
 from kimi_mini.costs import prefix_flops
 from kimi_mini.serving.caches import CacheOptions, build_cache, check_prefix_cache
 from kimi_mini.serving.memory import DEFAULT_BLOCKS
 from tests.cache.memory import Shape, make_storage
-from tests.kimi_mini.serving.alone import oracle_engine
+from tests.kimi_mini.serving.alone import oracle_engine, small_model
 
 FLOPS = PrefixFlops(1000, 1)
 
@@ -67,8 +69,10 @@ def test_the_alignment_of_the_backend_reaches_the_cache():
 
 
 def test_the_engine_builds_it_over_its_own_memory():
-    options = CacheOptions(strategy="no_buffer", state_chunk=48)
-    engine = oracle_engine(prefix_cache="radix", cache_options=options, page=1, state_slots=3)
+    engine = Engine(
+        small_model(torch.float32, backend="torch"), prefix_cache="radix", page=1, state_slots=3,
+        cache_options=CacheOptions(strategy="no_buffer", state_chunk=48),
+    )  # fmt: skip
     assert engine.reuses and engine.prefix_cache == "radix"
     assert engine.cache.storage is engine.memory.storage
     assert engine.cache.export_alignment == engine.model.dispatcher.export_alignment == 16

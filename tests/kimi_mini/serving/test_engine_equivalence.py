@@ -32,11 +32,12 @@ from tests.kimi_mini.serving.mixes import (
 )
 
 EOS = (2, *range(40, 50))  # so many that some end by themselves
+on_both = pytest.mark.parametrize("backend", ["native", "torch"])
 
 
-def mix_of_a_model(seed: int, count: int) -> Engine:
+def mix_of_a_model(seed: int, count: int, backend: str) -> Engine:
     rng = random.Random(seed)
-    model = small_model(eos=EOS)
+    model = small_model(eos=EOS, backend=backend)
     engine = Engine(model, poison=True, audit=True, **tight_options(rng))
     requests = drive(engine, arrivals(rng, count))
     assert_as_alone(engine, requests, lambda known: stateless(model, known))
@@ -51,8 +52,9 @@ def mix_of_an_oracle(seed: int, count: int, audit: bool = True) -> Engine:
     return engine
 
 
-def test_any_mix_gives_each_request_the_tokens_it_gets_alone():
-    engines = [mix_of_a_model(seed, 6) for seed in range(8)]
+@on_both
+def test_any_mix_gives_each_request_the_tokens_it_gets_alone(backend):
+    engines = [mix_of_a_model(seed, 6, backend) for seed in range(8)]
     assert sum(engine.cache.stats().preempted for engine in engines) >= 5
 
 
@@ -63,9 +65,10 @@ def test_book_keeping_of_any_mix_without_a_model():
 
 
 @pytest.mark.slow
-def test_any_mix_of_hundreds_of_requests():
+@on_both
+def test_any_mix_of_hundreds_of_requests(backend):
     for seed in range(1000, 1012):
-        mix_of_a_model(seed, 60)
+        mix_of_a_model(seed, 60, backend)
 
 
 @pytest.mark.slow
@@ -86,12 +89,12 @@ def test_the_reference_asks_the_model_for_each_token_anew():
         assert_same(output.outputs[0], alone(stateless(model), model, prompt, params))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_float32_tokens_differ_only_where_two_are_equally_likely(seed):
+@pytest.mark.parametrize("seed, backend", [(0, "native"), (1, "torch")])
+def test_float32_tokens_differ_only_where_two_are_equally_likely(seed, backend):
     """Decision 10: nano in float32, no expert is forced. Each token is judged after those that the
     engine itself gave, up to where a router was undecided."""
     rng = random.Random(seed)
-    model = KimiForCausalLM.from_config(preset("nano"), seed=4)
+    model = KimiForCausalLM.from_config(preset("nano"), seed=4, backend=backend)
     engine = Engine(model, poison=True, audit=True, **tight_options(rng))
     prompts = [[rng.randrange(320) for _ in range(rng.choice(LENGTHS))] for _ in range(5)]
     params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, logprobs=0, ignore_eos=True)

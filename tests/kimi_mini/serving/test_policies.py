@@ -9,7 +9,7 @@ import pytest
 
 from kimi_mini import Engine
 from kimi_mini.serving.caches import CacheOptions
-from tests.kimi_mini.serving.reuse import a_few, greedy, hybrid_model
+from tests.kimi_mini.serving.reuse import a_few_of, greedy, hybrid_model
 
 POLICIES = [
     dict(admission="second-hit"),
@@ -48,17 +48,19 @@ def answers(engine: Engine, at_once: bool) -> list[list[int]]:
 
 @functools.cache
 def cold() -> list[list[int]]:
-    return answers(Engine(hybrid_model(), state_slots=30, kv_pages=500), at_once=True)
+    """By torch, whoever is held against it."""
+    model = hybrid_model(backend="torch")
+    return answers(Engine(model, state_slots=30, kv_pages=500), at_once=True)
 
 
 CASES = [*product([False, True], MANAGERS, POLICIES)]
 
 
-@pytest.mark.parametrize("case", a_few(CASES, 7))
-def test_hits_and_cold_runs_give_the_same_tokens(case):
+@pytest.mark.parametrize("case, backend", a_few_of(13, CASES, ("torch", "native")))
+def test_hits_and_cold_runs_give_the_same_tokens(case, backend):
     at_once, (name, rules, page), policies = case
     engine = Engine(
-        hybrid_model(),
+        hybrid_model(backend=backend),
         prefix_cache=name,
         cache_options=CacheOptions(**rules, **policies),
         page=page,

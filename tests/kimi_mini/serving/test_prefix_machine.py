@@ -4,6 +4,7 @@ engines' own: each request gets what it gets alone, and the books are right afte
 import random
 import warnings
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,21 +22,24 @@ from tests.kimi_mini.serving.mixes import (
 from tests.kimi_mini.serving.prefix_machine import PLACES, PrefixMachine
 from tests.kimi_mini.serving.prefix_wishes import EOS, cache_options, random_control
 from tests.kimi_mini.serving.reuse import (
-    OURS,
+    BACKENDS,
+    HASHED,
     RULES,
+    TREE,
+    TREES,
+    VLLM,
     Rules,
-    a_few,
     assert_all_comes_back,
 )
 
 
-def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
+def counts_of(rules: Rules, backend: str, max_examples: int, steps: int) -> Counter[str]:
     """Run the machine under these rules; what happened in all."""
 
     class Machine(PrefixMachine):
         pass
 
-    Machine.engine_rules, Machine.happened = rules, Counter()
+    Machine.engine_rules, Machine.backend, Machine.happened = rules, backend, Counter()
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -50,17 +54,27 @@ def counts_of(rules: Rules, max_examples: int, steps: int) -> Counter[str]:
     return Machine.happened
 
 
-@pytest.mark.parametrize("rules", [*OURS, *a_few([r for r in RULES if r not in OURS], 5)], ids=str)
-def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules):
-    happened = counts_of(rules, 4, 30)
-    assert happened["finished"] >= 50 and happened["restored"] >= 3, happened
+CASES = [*product(RULES, BACKENDS)]
+SAMPLE = [
+    (TREE, "native"), (TREE, "torch"), (HASHED, "native"), (VLLM, "torch"), (TREES[3], "native"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rules, backend",
+    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in CASES],
+    ids=str,
+)
+def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules, backend):
+    happened = counts_of(rules, backend, 3, 30)
+    assert happened["finished"] >= 30 and happened["restored"] >= 3, happened
     assert min(happened[what] for what in ("hit", "preempted", "closed")) >= 1, happened
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_thousands_of_steps(rules):
-    happened = counts_of(rules, 60, 80)
+@pytest.mark.parametrize("rules, backend", CASES, ids=str)
+def test_thousands_of_steps(rules, backend):
+    happened = counts_of(rules, backend, 60, 80)
     assert happened["steps"] >= 3000 and happened["hit"] >= 100, happened
     assert min(happened[f"failed {place}"] for place in PLACES) >= 3, happened
     assert min(happened[what] for what in ("preempted", "states evicted", "closed")) >= 10, happened

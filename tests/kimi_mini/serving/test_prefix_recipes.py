@@ -17,7 +17,6 @@ from tests.kimi_mini.serving.reuse import (
     TREE,
     VLLM,
     Rules,
-    a_few,
     a_few_of,
     assert_all_comes_back,
     by_all_our_rules,
@@ -41,12 +40,21 @@ def test_br01_the_last_token_never_runs_on_a_state_that_holds_it(rules, length, 
 
 
 @pytest.mark.parametrize(
-    "rules, page, reused", [*((rules, 16, 48) for rules in (TREE, *BLOCKS)), (TREE, 1, 48)], ids=str
+    "rules, page, backend, reused",
+    [
+        *((rules, 16, "auto", 48) for rules in (TREE, *BLOCKS)),
+        (TREE, 1, "torch", 48),
+        (TREE, 1, "native", 63),
+    ],
+    ids=str,
 )
-def test_br04_a_prompt_that_is_repeated_hits_at_the_latest_the_third_time(rules, page, reused):
-    served = Served(rules, page=page)
+def test_br04_a_prompt_that_is_repeated_hits_at_the_latest_the_third_time(
+    rules, page, backend, reused
+):
+    """Who parts from it at 48 hits what was kept there, which is nothing if the end was kept."""
+    served = Served(rules, page=page, backend=backend)
     hits = [served.reuse(ids) for ids in (P, P, [*P[:48], *X], P)]
-    assert hits == [0, reused, 48, reused]
+    assert hits == [0, reused, 48 if reused == 48 else 0, reused]
 
 
 @pytest.mark.parametrize(
@@ -208,24 +216,28 @@ def test_br36_a_partly_filled_page_is_shared_by_copy_or_not_at_all(rules, option
     assert_all_comes_back(served.engine)
 
 
-def spaced(rules: Rules, kernel_chunk: int) -> Served:
+def spaced(rules: Rules, backend: str, kernel_chunk: int) -> Served:
     """Page 16, grid 48, pieces of 40; answers are kept on the grid, too."""
-    kept = dict(retention=48) if rules.blocks else dict(track_interval=48)
-    return Served(rules, kernel_chunk, grid=48, prefill_chunk=40, state_slots=99, **kept)
+    own = dict(backend=backend, kernel_chunk=kernel_chunk)
+    own |= dict(retention=48) if rules.blocks else dict(track_interval=48)
+    return Served(rules, grid=48, prefill_chunk=40, state_slots=99, **own)
 
 
 @by_our_rules
-@pytest.mark.parametrize("kernel_chunk", a_few([64, 16], 2))
-def test_br37_a_conversation_is_kept_at_absolute_boundaries(rules, kernel_chunk):
+@pytest.mark.parametrize(
+    "backend, kernel_chunk",
+    [("torch", 64), ("native", 16), pytest.param("torch", 16, marks=pytest.mark.slow)],
+)
+def test_br37_a_conversation_is_kept_at_absolute_boundaries(rules, backend, kernel_chunk):
     """And, for the ends of prompts, on what hits are multiples of: 16, or, with a tree, what the
     kernel can export at."""
-    served = spaced(rules, kernel_chunk)
+    served = spaced(rules, backend, kernel_chunk)
     talk, hits = fresh(1, 200), []
     for more, new in ((20, 9), (30, 17), (21, 40), (3, 1)):
         own = served.ask(talk, new)
         hits.append(own.cached_tokens)
         talk = [*talk, *own.token_ids, *fresh(more, more)]
-    coarse = not rules.blocks and kernel_chunk == 64
+    coarse = not rules.blocks and served.cache.export_alignment == 64
     assert hits == ([0, 192, 192, 256] if coarse else [0, 192, 240, 288])
     kept, unit = set(checkpoints(served.engine)), unit_of(served.engine)
     if rules.blocks:
@@ -237,18 +249,23 @@ EVERYWHERE = [48, 96, 144, 160, 192, 192, 192, 208, 240, 288]
 
 
 @pytest.mark.parametrize(
-    "rules, kernel_chunk, kept",
+    "rules, backend, kernel_chunk, kept",
     [
-        (TREE, 64, [96, 144, 160, 192, 192, 192]),
-        (HASHED, 64, EVERYWHERE),  # pieces end there
-        *(pytest.param(rules, 16, EVERYWHERE, marks=pytest.mark.slow) for rules in (TREE, HASHED)),
+        (TREE, "torch", 64, [96, 144, 160, 192, 192, 192]),
+        (HASHED, "torch", 64, EVERYWHERE),  # pieces end there
+        (TREE, "native", 16, EVERYWHERE),
+        (HASHED, "native", 16, EVERYWHERE),
+        pytest.param(TREE, "torch", 16, EVERYWHERE, marks=pytest.mark.slow),
+        pytest.param(HASHED, "torch", 16, EVERYWHERE, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_br37_nothing_is_counted_from_where_a_request_has_resumed(rules, kernel_chunk, kept):
+def test_br37_nothing_is_counted_from_where_a_request_has_resumed(
+    rules, backend, kernel_chunk, kept
+):
     """At 144, no multiple of the kernel's 64, then at 160, no multiple of the grid's 48: but for
     160 and prompt ends all that is kept is on the grid."""
-    served = spaced(rules, kernel_chunk)
+    served = spaced(rules, backend, kernel_chunk)
     prompt = fresh(1, 200)
     assert served.reuse(prompt, checkpoint_at=(144, 160)) == 0
     assert served.reuse([*prompt[:150], *fresh(2, 70)]) == 144

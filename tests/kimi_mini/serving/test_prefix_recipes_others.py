@@ -70,8 +70,8 @@ def test_br35_a_last_piece_of_one_token_goes_on_from_what_was_found(rules, lengt
 def test_br50_each_row_of_a_step_keeps_its_own_state(rules):
     """130, 200 and 300 tokens in one step; the witness compares what they leave."""
     served = Served(
-        rules, kernel_chunk=64, prefill_chunk=512, max_batch_tokens=700, kv_pages=100,
-        state_slots=40,
+        rules, backend="torch", kernel_chunk=64, prefill_chunk=512, max_batch_tokens=700,
+        kv_pages=100, state_slots=40,
     )  # fmt: skip
     prompts = {128: fresh(1, 130), 192: fresh(2, 200), 256: fresh(3, 300)}
     requests = [served.add(prompt, 1) for prompt in prompts.values()]

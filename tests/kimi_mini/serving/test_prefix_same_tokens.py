@@ -14,11 +14,12 @@ from kimi_mini.serving.outputs import CompletionOutput
 from kimi_mini.serving.request import Request
 from tests.kimi_mini.serving.alone import assert_logprobs
 from tests.kimi_mini.serving.reuse import (
+    BACKENDS,
     HASHED,
     RULES,
     VLLM,
     Rules,
-    a_few,
+    a_few_of,
     assert_all_comes_back,
     greedy,
     hybrid_model,
@@ -82,7 +83,8 @@ def _served(engine: Engine, wishes: Sequence[Wish], at_once: bool) -> list[Reque
 
 @functools.cache
 def cold(seed: int) -> list[CompletionOutput]:
-    return answers(Engine(hybrid_model(), **ROOM), wishes(seed), at_once=False)
+    """By torch, whoever is held against it."""
+    return answers(Engine(hybrid_model(backend="torch"), **ROOM), wishes(seed), at_once=False)
 
 
 KINDS = [
@@ -96,19 +98,21 @@ KINDS = [
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 
 
-def named(kind: tuple[Rules, dict]) -> str:
-    rules, options = kind
+def named(value: tuple[Rules, dict] | str) -> str:
+    if isinstance(value, str):
+        return value
+    rules, options = value
     return str(rules) + "".join(f"-{name}={value}" for name, value in options.items())
 
 
-@pytest.mark.parametrize("kind", a_few(KINDS, 2), ids=named)
+@pytest.mark.parametrize("kind, backend", a_few_of(3, KINDS, BACKENDS), ids=named)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_hits_and_cold_runs_say_the_same(kind, seed):
+def test_hits_and_cold_runs_say_the_same(kind, backend, seed):
     rules, options = kind
     at_once = (KINDS.index(kind) + seed) % 2 > 0
     kv_pages = ROOM["kv_pages"] * 16 // options.get("page", rules.page)
     pieces = dict(prefill_chunk=random.Random(seed).choice([100, 512]), kv_pages=kv_pages)
-    engine = reusing(None, rules, **ROOM | pieces | options)
+    engine = reusing(hybrid_model(backend=backend), rules, **ROOM | pieces | options)
     for own, other in zip(answers(engine, wishes(seed), at_once), cold(seed), strict=True):
         assert (own.token_ids, own.text) == (other.token_ids, other.text)
         assert own.finish_reason is other.finish_reason

@@ -20,7 +20,7 @@ from tests.kimi_mini.serving.witness import EXACT, Truth, Witness, distance
 
 
 @functools.cache
-def toy(kernel_chunk: int = 16) -> KimiForCausalLM:
+def toy(backend: str = "auto", kernel_chunk: int = 16) -> Truth:
     """KDA, KDA, KDA, MLA, the last with experts; hidden 64; 2 heads of 16; convolutions of 4;
     vocabulary 97. The first two never forget."""
     nano = preset("nano")
@@ -47,34 +47,32 @@ def toy(kernel_chunk: int = 16) -> KimiForCausalLM:
         bos_token_id=1,
     )
     model = KimiForCausalLM.from_config(
-        config, seed=3, dtype=torch.float64, kernel_chunk=kernel_chunk
+        config, seed=3, dtype=torch.float64, backend=backend, kernel_chunk=kernel_chunk
     )
     with torch.no_grad():
         for layer in model.model.layers[:2]:
             layer.self_attn.A_log.zero_()
             layer.self_attn.dt_bias.fill_(-6.0)
-    return model
-
-
-TRUTH = {kernel_chunk: Truth(toy(kernel_chunk)) for kernel_chunk in (16, 64)}
+    return Truth(model)
 
 
 class Served:
     """TOY behind an engine; whatever is asked is held against COLD. running: the states of rows
-    that run are asked for, too."""
+    that run are asked for, too. kernel_chunk: of the torch backend."""
 
     def __init__(
         self,
         rules: Rules = TREE,
-        kernel_chunk: int = 16,
         *,
+        backend: str = "auto",
+        kernel_chunk: int = 16,
         page: int | None = None,
         running: bool = False,
         **options,
     ) -> None:
         page = page or rules.page
         roomy = dict(page=page, state_slots=12, kv_pages=-(-1100 // page))
-        self.truth = TRUTH[kernel_chunk]
+        self.truth = toy(backend, kernel_chunk)
         self.engine = reusing(self.truth.model, rules, **roomy | options)
         self.witness = Witness(self.engine, truth=self.truth, running=running)
         self.cache, self.holdings = self.engine.cache, self.witness.holdings
