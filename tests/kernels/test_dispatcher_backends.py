@@ -195,7 +195,8 @@ def test_write_strength_is_one_sigmoid_of_its_logit(backend, extend_only):
 
 @pytest.mark.parametrize(("g", "steps"), [(-8e-5, 4096), (-1e-3, 1000), (-2e-3, 1000)])
 @pytest.mark.parametrize("decode", [False, True], ids=["extend", "decode"])
-def test_a_bf16_layer_still_forgets_slowly(g, steps, decode):
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_bf16_layer_still_forgets_slowly(g, steps, decode, backend):
     """BR-64: gates so weak that e^g rounds to 1 in bf16, from logits that are zero in any dtype."""
     steps = steps // 8 if decode else steps
     zero = torch.zeros(steps, 1, 1, dtype=torch.bfloat16)
@@ -204,7 +205,7 @@ def test_a_bf16_layer_still_forgets_slowly(g, steps, decode):
     state = make_state(1)._replace(
         recurrent=torch.ones(2, 1, 1, 1), conv=torch.zeros(2, 1, 3).bfloat16()
     )
-    dispatcher = KDAKernelDispatcher()
+    dispatcher = KDAKernelDispatcher(backend)
     for t in range(0, steps, 1 if decode else steps):
         length = 1 if decode else steps
         part = at(inputs, (t, t + length))
@@ -223,11 +224,11 @@ def test_without_state_every_row_starts_from_zeros_and_nothing_is_kept(backend):
     assert relative_error(o, true) <= OUTPUTS
 
 
-@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
-def test_without_state_the_whole_core_is_differentiable(lower_bound):
+@pytest.mark.parametrize("backend, lower_bound", [("torch", -5.0), ("native", None)])
+def test_without_state_the_whole_core_is_differentiable(backend, lower_bound):
     weights = make_weights(lower_bound, torch.float64)
     inputs = make_inputs(4, torch.float64)
-    dispatcher = KDAKernelDispatcher(kernel_chunk=2)
+    dispatcher = KDAKernelDispatcher(backend, kernel_chunk=2)
     step = dispatcher.plan([0, 3, 4], [0, 0], [0, 0], num_slots=0)
     directions = [torch.randn_like(x) for x in (*inputs, *weights[:3])]
 
@@ -240,10 +241,11 @@ def test_without_state_the_whole_core_is_differentiable(lower_bound):
     assert gradcheck(along, torch.zeros((), dtype=torch.float64, requires_grad=True))
 
 
-def test_states_are_written_without_a_graph():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_are_written_without_a_graph(backend):
     weights, state = make_weights(), make_state(2)
     inputs = KDAInputs(*(x.requires_grad_() for x in make_inputs(5)))
-    o = run(KDAKernelDispatcher(), inputs, weights, state, [0, 4, 5], [1, 2], [3, 3])
+    o = run(KDAKernelDispatcher(backend), inputs, weights, state, [0, 4, 5], [1, 2], [3, 3])
     assert o.requires_grad
     assert not any(x.requires_grad for x in state)
 

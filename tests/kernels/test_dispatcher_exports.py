@@ -65,29 +65,34 @@ def test_a_window_exported_after_fewer_tokens_than_it_holds_keeps_older_ones(len
 
 
 @pytest.mark.parametrize("destination", [-1, 0])
-def test_an_export_without_a_destination_is_for_nobody(destination):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_export_without_a_destination_is_for_nobody(backend, destination):
     weights, inputs, state = make_weights(), make_inputs(33), make_state(3)
     before = copied(state)
     exports = [(0, 16, destination), (1, 1, destination)]
-    run(KDAKernelDispatcher(), inputs, weights, state, [0, 32, 33], [1, 2], [0, 4], exports)
+    dispatcher = KDAKernelDispatcher(backend)
+    run(dispatcher, inputs, weights, state, [0, 32, 33], [1, 2], [0, 4], exports)
     assert_untouched(state, before, [0, 3])
 
 
-def test_a_decoding_row_may_export_its_end():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decoding_row_may_export_its_end(backend):
     weights, inputs, state = make_weights(), make_inputs(3), make_state(6)
     before = copied(state)
     exports = [(2, 1, 4), (0, 1, 5)]
-    run(KDAKernelDispatcher(), inputs, weights, state, range(4), [1, 2, 3], [9, 0, 9], exports)
+    dispatcher = KDAKernelDispatcher(backend)
+    run(dispatcher, inputs, weights, state, range(4), [1, 2, 3], [9, 0, 9], exports)
     for exported, slot in ((4, 3), (5, 1)):
         assert torch.equal(state.recurrent[exported], state.recurrent[slot])
         assert torch.equal(state.conv[exported], state.conv[slot])
     assert_untouched(state, before, [0, 6])
 
 
-def test_a_prompt_resumed_from_an_export_is_the_prompt():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_resumed_from_an_export_is_the_prompt(backend):
     """What checkpoints are for: kernel chunks later, from another slot, with the same bits."""
     weights, inputs, state = make_weights(), make_inputs(90), make_state(3)
-    dispatcher = KDAKernelDispatcher(kernel_chunk=16)
+    dispatcher = KDAKernelDispatcher(backend, kernel_chunk=16)
     whole = run(dispatcher, inputs, weights, state, [0, 90], [1], [0], [(0, 48, 2)])
     rest = run(dispatcher, at(inputs, (48, 90)), weights, state, [0, 42], [2], [48])
     assert torch.equal(rest, whole[48:])

@@ -41,12 +41,13 @@ def test_br09_a_prompt_in_pieces_is_the_prompt_in_one(backend, pieces):
 
 @pytest.mark.parametrize("extend_only", [False, True], ids=["decode", "extend"])
 @pytest.mark.parametrize("length", [33, 65, 97])
-def test_br35_a_last_piece_of_one_token_resumes_beside_decoding_rows(length, extend_only):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_br35_a_last_piece_of_one_token_resumes_beside_decoding_rows(backend, length, extend_only):
     """A fourth row is a whole prompt of one token: it looks like decode and starts from zeros."""
     weights, inputs, state = make_weights(), make_inputs(length + 3), make_state(4)
     state.recurrent[4] = state.conv[4] = NAN
     before = copied(state)
-    dispatcher = KDAKernelDispatcher(kernel_chunk=32)
+    dispatcher = KDAKernelDispatcher(backend, kernel_chunk=32)
     for done in range(0, length - 1, 32):
         part = at(inputs, (done, done + 32))
         run(dispatcher, part, weights, state, [0, 32], [1], [done])
@@ -132,10 +133,12 @@ def test_br63_rows_that_join_and_leave_stay_what_they_are_alone(backend, storage
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize("cut", [16, 32, 64, 100, 128])
-def test_br61_where_a_prompt_was_cut_and_who_ran_beside_it_is_rounding_at_most(cut, rows):
-    """200 tokens in two pieces. Alone and cut at the kernel's chunk not even rounding differs."""
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_br61_where_a_prompt_was_cut_and_who_ran_beside_it_is_rounding_at_most(backend, cut, rows):
+    """200 tokens in two pieces. Alone and cut at the kernel's chunk, or anywhere where there is
+    none, not even rounding differs."""
     weights, prompt, state = make_weights(), make_inputs(200), make_state(8)
-    dispatcher = KDAKernelDispatcher(kernel_chunk=16)
+    dispatcher = KDAKernelDispatcher(backend, kernel_chunk=16)
     whole = run(dispatcher, prompt, weights, copied(state), [0, 200], [3], [0])
     outputs = []
     for first, last in ((0, cut), (cut, 200)):
@@ -150,5 +153,5 @@ def test_br61_where_a_prompt_was_cut_and_who_ran_beside_it_is_rounding_at_most(c
         outputs.append(o[starts[-2] :])
     got = torch.cat(outputs)
     assert relative_error(got, whole) <= 1e-6  # the recipe allows 1e-5
-    if rows == 1 and cut % 16 == 0:
+    if rows == 1 and cut % dispatcher.export_alignment == 0:
         assert torch.equal(got, whole)
