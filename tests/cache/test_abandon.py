@@ -5,6 +5,7 @@ managers and pools is in tests/kimi_mini/serving/test_engine_interrupts.py.
 """
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
@@ -32,7 +33,7 @@ def test_at_any_time_it_ends_all_leases_and_the_step_and_life_goes_on(name):
         def abandon(self) -> None:
             self.driver.abandon()
 
-    run_state_machine_as_test(Machine, settings=QUICK)
+    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=30))
 
 
 def running(cache, name="r", length=6):

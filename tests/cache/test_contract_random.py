@@ -33,7 +33,7 @@ class Case(NamedTuple):
     make: Callable
     shapes: st.SearchStrategy[Shape]
     kinds: tuple[str, ...] = ()
-    examples: tuple[int, int] = (15, 300)
+    examples: tuple[int, int] = (10, 300)
     least: int = 10
 
     def machine(self) -> type[ContractMachine]:
@@ -94,7 +94,7 @@ def choosy(make: Callable, admission: Callable) -> Callable:
 
 
 CACHES = {
-    "plain": Case(PlainCache, tiny(), examples=(100, 3000), least=100),
+    "plain": Case(PlainCache, tiny(), examples=(40, 3000), least=100),
     "radix": reusing(RadixCache, one_of_each(1, 1, 3, 4)),
     "radix, coarse exports": reusing(RadixCache, one_of_each(1, 1, 3), export_alignment=4),
     "radix, lazy, capped": reusing(

@@ -53,7 +53,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("name", RULES)
 def test_a_rehearsal_hits_what_was_hit(name, alpha):
     make, page = RULES[name]

@@ -421,5 +421,5 @@ def test_whatever_is_called_the_books_are_right_under_every_policy(name):
     pages = st.tuples(st.tuples(st.sampled_from([8, 12, 16]), st.sampled_from([2, 4])))
     slots = st.tuples(*[st.integers(2, 6)] * (2 if name.startswith("two") else 1))
     machine = machine_of(MAKERS[name], st.builds(Shape, pages, slots), True)
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=15))
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=6))
     assert machine.happened["joint"] and machine.happened["evicted states"]

@@ -309,5 +309,5 @@ def test_whatever_is_called_the_books_are_right_under_every_policy(name):
     page = st.just(1) if "no buffer" in name else st.sampled_from([1, 2])
     pages = st.tuples(st.tuples(st.sampled_from([8, 12, 16]), page))
     machine = machine_of(MAKERS[name], st.builds(Shape, pages, st.tuples(st.integers(3, 8))), True)
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=15))
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=6))
     assert machine.happened["joint"] and machine.happened["evicted states"]
