@@ -164,16 +164,17 @@ def test_empty_and_tiny_batches_have_the_right_shape(shape):
 # --- over slots and pages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, seed, backend",
-    [
-        ("nano", 3, "torch"),
-        ("nano", 3, "native"),
-        ("mini", 1, "native"),
-        pytest.param("mini", 1, "torch", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("lengths", [(1,), (3,), (40,), (16, 17, 1), (100,)])
+CUTS = [(1,), (3,), (40,), (16, 17, 1), (100,)]
+IN_PIECES = [
+    *itertools.product(["nano"], [3], ["torch", "native"], CUTS),
+    *(
+        pytest.param("mini", 1, *case, marks=() if case[1] == (16, 17, 1) else pytest.mark.slow)
+        for case in itertools.product(["torch", "native"], CUTS)
+    ),
+]
+
+
+@pytest.mark.parametrize("name, seed, backend, lengths", IN_PIECES)
 def test_float32_pieces_equal_one_pass_with_the_same_experts(name, seed, backend, lengths):
     """Random splits, decode among them; decision 9."""
     net = model(name, torch.float32, seed, backend=backend)

@@ -28,7 +28,9 @@ def test_as_a_command_from_anywhere_it_shows_three_levels_and_succeeds(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [("bfloat16", "native"), ("float64", "reference")], ids=str
+    ("dtype", "backend"),
+    [("bfloat16", "native"), pytest.param("float64", "reference", marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_json_names_every_check_with_its_tolerance(dtype, backend, capsys, monkeypatch):
     args = ["--json", "--dtype", dtype, "--backend", backend, "--seed", "5"]
