@@ -7,13 +7,19 @@ def register() -> None:
     """Tell torch, once the library has been loaded."""
     layers = (few_rows, linear, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
     sublayers = (kda_inputs, kda_output, mla_inputs, mla_output, mlp, moe)
-    for fake in (kda_scan, kda_rows_, latent_attention, decoder, *layers, *sublayers):
+    for fake in (kda_scan, short_conv, kda_rows_, latent_attention, decoder, *layers, *sublayers):
         torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
 
 
 def kda_scan(q, k, v, g, beta, S0, query_start, export_rows, export_after, scale):
     exported = S0.new_empty(len(export_rows), *S0.shape[1:])
     return S0.new_empty(v.shape), torch.empty_like(S0), exported
+
+
+def short_conv(x, weight, conv0, query_start, export_rows, export_after):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    exported = conv0.new_empty(len(export_rows), *conv0.shape[1:])
+    return x.new_empty(x.shape, dtype=wide), conv0.new_empty(conv0.shape), exported
 
 
 def kda_rows_(qkv, gate, beta, conv_weight, A_log, dt_bias, lower_bound, recurrent, *_rest):

@@ -1,10 +1,11 @@
 """The native operators under the signatures of their torch twins.
 
     kda_scan      recurrent.kda_token_scan, chunked.kda_chunk_scan
+    short_conv    short_conv.short_conv
     kda_rows      the core of a layer over slots, in place; its twin is gather, kda.kda_extend or
                   kda.kda_decode, scatter
 
-Neither is differentiable.
+None is differentiable.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kernels.native.library import operators
 from kernels.numerics import compute_dtype
 from kernels.packing import Export, check_exports, check_scan_shapes, row_lengths
 from kernels.recurrent import ScanResult
+from kernels.short_conv import ConvResult
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -48,6 +50,29 @@ def kda_scan(
             [export.row for export in exports],
             [export.offset for export in exports],
             q.shape[-1] ** -0.5 if scale is None else scale,
+        )
+    )
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    conv0: Tensor,
+    query_start: Tensor | Sequence[int],
+    exports: Sequence[Export] = (),
+) -> ConvResult:
+    """Packed rows, each behind its own window; arguments and results as in `short_conv.short_conv`,
+    for x in float32, bfloat16 or float64. Raises ValueError for disagreeing shapes."""
+    starts, lengths = row_lengths(query_start, x.shape[0])
+    check_exports(exports, lengths, alignment=1)
+    return ConvResult(
+        *operators().short_conv(
+            x,
+            weight,
+            conv0.to(x.dtype),
+            [*starts, x.shape[0]],
+            [export.row for export in exports],
+            [export.offset for export in exports],
         )
     )
 

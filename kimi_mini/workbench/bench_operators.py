@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import short_conv
 from kernels.chunked import kda_chunk_scan
 from kernels.dispatcher import KDAKernelDispatcher, KDAState
 from kernels.glu import GLUForm
@@ -22,7 +23,7 @@ from kernels.kda import KDAInputs, KDAWeights
 from kernels.kda_metadata import KDAMetadata
 from kernels.layer_functions import LayerFunctions
 from kernels.native import library
-from kernels.native.operators import kda_scan
+from kernels.native import operators as native
 from kernels.paging import build_attention_metadata
 from kernels.routing import RouterRule
 from kimi_mini.workbench import bench
@@ -92,6 +93,7 @@ class Operators:
         for n in lengths:
             yield "scan", partial(self.scan, n)
             yield "core of a KDA layer", partial(self.core, n)
+        yield "convolution", partial(self.convolution, T)
         for B in batches:
             yield "core step", partial(self.core_step, B)
         for N in (T, *batches):
@@ -112,7 +114,7 @@ class Operators:
         case = scan_case("mixed", [T], H=self.H, K=self.K, V=self.V)
         forms: dict[str, Call] = {"torch": lambda: kda_chunk_scan(*case)}
         if "native" in self.backends:
-            forms["native"] = lambda: kda_scan(*case)
+            forms["native"] = lambda: native.kda_scan(*case)
         published = published_forms(case) if T <= PUBLISHED_LONGEST else {}
         flops = T * self.H * self._scan_flops
         traffic = FLOAT * T * self.H * (3 * self.K + 2 * self.V + 1)
@@ -121,6 +123,17 @@ class Operators:
     @property
     def _scan_flops(self) -> int:
         return min(chunk_flops(64, self.K, self.V), token_flops(self.K, self.V))
+
+    def convolution(self, T: int) -> Operator:
+        """The short convolution of q, k and v by itself."""
+        inputs, weights = self._projections(T)
+        D = inputs.qkv.shape[1]
+        case = (inputs.qkv, weights.conv, torch.randn(1, WINDOW - 1, D), [0, T])
+        forms: dict[str, Call] = {"torch": lambda: short_conv.short_conv(*case)}
+        if "native" in self.backends:
+            forms["native"] = lambda: native.short_conv(*case)
+        flops, traffic = 2 * T * WINDOW * D, FLOAT * 2 * T * D
+        return self._operator(f"convolution, T = {T}", T, flops, traffic, forms)
 
     def core(self, T: int) -> Operator:
         """Convolution, norms, gates and recurrence of one row, from and to its slot."""

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "elementwise.h"
@@ -22,6 +23,26 @@ inline void check_shape(const char* name, const Tensor& x, IntArrayRef shape) {
 inline void check_dtype(const char* name, const Tensor& x, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(x.scalar_type() == dtype, name, " must be ", dtype, ", got ", x.scalar_type());
   TORCH_CHECK_VALUE(x.device().is_cpu(), name, " must be on the CPU, got ", x.device());
+}
+
+// Rows of a packed batch: row r owns tokens query_start[r] .. query_start[r + 1] - 1.
+inline void check_starts(IntArrayRef query_start, int64_t tokens) {
+  TORCH_CHECK_VALUE(!query_start.empty() && query_start.front() == 0 &&
+                        query_start.back() == tokens &&
+                        std::is_sorted(query_start.begin(), query_start.end()),
+                    "query_start must rise from 0 to the ", tokens, " tokens, got ", query_start);
+}
+
+// Exports after `after` tokens of their rows.
+inline void check_exports(IntArrayRef rows, IntArrayRef after, IntArrayRef query_start) {
+  TORCH_CHECK_VALUE(rows.size() == after.size(), "exports must name as many rows as offsets");
+  const int64_t B = count(query_start) - 1;
+  for (size_t e = 0; e < rows.size(); ++e) {
+    TORCH_CHECK_VALUE(rows[e] >= 0 && rows[e] < B, "an export names row ", rows[e], " of ", B);
+    const int64_t length = query_start[rows[e] + 1] - query_start[rows[e]];
+    TORCH_CHECK_VALUE(after[e] >= 1 && after[e] <= length, "export of row ", rows[e], " after ",
+                      after[e], " tokens: offset must be 1..", length);
+  }
 }
 
 inline std::vector<int64_t> integers(const char* name, const Tensor& x, int64_t count) {

@@ -37,13 +37,6 @@ void run_parallel(kda::Scan<T>& scan, int64_t tokens, MakeSource&& make_source) 
   });
 }
 
-void check_starts(IntArrayRef query_start, int64_t tokens) {
-  TORCH_CHECK_VALUE(!query_start.empty() && query_start.front() == 0 &&
-                        query_start.back() == tokens &&
-                        std::is_sorted(query_start.begin(), query_start.end()),
-                    "query_start must rise from 0 to the ", tokens, " tokens, got ", query_start);
-}
-
 // States of a pool: entries of one slot side by side, slots any distance apart.
 void check_pool(const char* name, const Tensor& pool, IntArrayRef slot_shape) {
   TORCH_CHECK_VALUE(pool.dim() > 0 && pool.sizes().slice(1) == slot_shape, name,
@@ -55,17 +48,6 @@ void check_pool(const char* name, const Tensor& pool, IntArrayRef slot_shape) {
   }
   TORCH_CHECK_VALUE(pool.size(0) < 2 || pool.stride(0) >= expected, name,
                     " must have slots that do not overlap, got strides ", pool.strides());
-}
-
-void check_exports(IntArrayRef rows, IntArrayRef after, IntArrayRef query_start) {
-  TORCH_CHECK_VALUE(rows.size() == after.size(), "exports must name as many rows as offsets");
-  const int64_t B = count(query_start) - 1;
-  for (size_t e = 0; e < rows.size(); ++e) {
-    TORCH_CHECK_VALUE(rows[e] >= 0 && rows[e] < B, "an export names row ", rows[e], " of ", B);
-    const int64_t length = query_start[rows[e] + 1] - query_start[rows[e]];
-    TORCH_CHECK_VALUE(after[e] >= 1 && after[e] <= length, "export of row ", rows[e], " after ",
-                      after[e], " tokens: offset must be 1..", length);
-  }
 }
 
 template <class T>

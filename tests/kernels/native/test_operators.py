@@ -9,7 +9,9 @@ from kernels.dispatcher import KDAKernelDispatcher, KDAState
 from kernels.kda import KDAInputs, KDAWeights
 from kernels.native.library import operators
 from kernels.native.operators import kda_scan
+from kernels.native.operators import short_conv as native_conv
 from kernels.packing import Export
+from kernels.short_conv import short_conv
 from kimi_mini.workbench.cases import scan_case
 from tests.kernels.scans import assert_near, assert_same_bits, truth
 from tests.kernels.steps import (
@@ -261,3 +263,43 @@ def test_weights_of_a_bf16_model_may_be_in_any_float_type():
     got = run(KDAKernelDispatcher("native"), inputs, rounded, state, *rows)
     expected = run(KDAKernelDispatcher("torch"), inputs, rounded, other, *rows)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("D", "W"), [(1, 1), (5, 4), (48, 2), (300, 7)])
+def test_the_convolution_is_its_twin_and_windows_are_copies(D, W, dtype, threads):
+    lengths = [70, 0, 1, 33, 2]
+    starts = [0, *itertools.accumulate(lengths)]
+    x, conv0 = torch.randn(starts[-1], D + 3).to(dtype)[:, :D], torch.randn(5, W - 1, D).to(dtype)
+    weight = torch.randn(D, W)
+    exports = [Export(3, 33), Export(0, 1), Export(0, 32), Export(2, 1)]
+    one, twin = (f(x, weight, conv0, starts, exports) for f in (native_conv, short_conv))
+    assert one.y.dtype == twin.y.dtype
+    torch.testing.assert_close(one.y, twin.y, rtol=2e-6, atol=2e-6)
+    assert torch.equal(one.conv, twin.conv) and torch.equal(one.exported, twin.exported)
+    threads(2)
+    assert all(map(torch.equal, native_conv(x, weight, conv0, starts, exports), one))
+    # cut anywhere and resumed, alone
+    begin, rest = (native_conv(x[:32], weight, conv0[:1], [0, 32]), one.exported[2:3])
+    again = native_conv(x[32:70], weight, rest, [0, 38])
+    assert torch.equal(torch.cat([begin.y, again.y]), one.y[:70])
+    assert torch.equal(again.conv, one.conv[:1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(3, 5, dtype=torch.int32)}, "conv0 must be Int|x must be Float"),
+        ({"x": torch.zeros(3, 6)}, r"weight must be \[6, 4\]"),
+        ({"weight": torch.zeros(5, 0)}, "with a tap"),
+        ({"conv0": torch.zeros(2, 3, 5)}, r"conv0 must be \[1, 3, 5\]"),
+        ({"query_start": [0, 4]}, "ends at 4"),
+        ({"exports": [Export(0, 4)]}, r"offset must be 1..3"),
+        ({"exports": [Export(1, 1)]}, "row 1"),
+    ],
+)
+def test_a_convolution_that_does_not_fit_is_refused(changes, message):
+    given = {"x": torch.zeros(3, 5), "weight": torch.zeros(5, 4), "conv0": torch.zeros(1, 3, 5),
+             "query_start": [0, 3]}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        native_conv(**(given | changes))
