@@ -26,12 +26,13 @@ _SINGLE = {torch.float32, torch.bfloat16}
 _DOUBLE = {torch.float64}
 
 
-def serves(*tensors: Tensor | None) -> bool:
-    """Whether operators may run on these: nothing asks for gradients, and all have dtypes that are
-    known together."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+def serves(*parts: object) -> bool:
+    """Whether operators may run on the tensors among these: none asks for gradients, and all have
+    dtypes that are known together."""
+    tensors = [x for x in parts if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    dtypes = {x.dtype for x in tensors if x is not None}
+    dtypes = {x.dtype for x in tensors}
     return dtypes <= _SINGLE or dtypes == _DOUBLE
 
 
@@ -99,7 +100,7 @@ def mix_experts(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, form: GLUF
 
 
 def kda_inputs(x: Tensor, weights: KDAProjections, heads: int) -> tuple[KDAInputs, Tensor]:
-    if not serves(x, weights.in_proj):
+    if not serves(x, *weights):
         return TORCH.kda_inputs(x, weights, heads)
     *inputs, gate = operators().kda_inputs(x, *weights, heads)
     return KDAInputs(*inputs), gate
@@ -112,7 +113,7 @@ def kda_output(o: Tensor, gate: Tensor, norm: Tensor, eps: float, o_proj: Tensor
 
 
 def mla_inputs(x: Tensor, weights: MLAProjections, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    if not serves(x, weights.in_proj):
+    if not serves(x, *weights):
         return TORCH.mla_inputs(x, weights, heads)
     return operators().mla_inputs(x, *weights, heads)
 
@@ -136,7 +137,7 @@ def moe(
     form: GLUForm,
     experts: Tensor | None = None,
 ) -> Tensor:
-    if not serves(x, weights.router, weights.w13):
+    if not serves(x, *weights):
         return TORCH.moe(x, weights, rule, form, experts)
     glu_form = (form.situ, form.beta or 1.0, form.linear_beta)
     return operators().moe(x, *weights, *rule, *glu_form, experts)

@@ -138,6 +138,54 @@ def test_where_gradients_are_asked_for_torch_runs():
         assert out.requires_grad and torch.equal(out, module(x, TORCH))
 
 
+def parts_of(name):
+    """A function of NATIVE and what it is given: sublayers whose every weight is there."""
+    form = glu_form(preset("nano"))
+    if name == "moe":
+        module = filled(SparseMoE(preset("nano"), torch.float32), torch.float32)
+        rest = (module.gate.rule, form)
+        return module._weights(), rest, preset("nano").hidden_size
+    if name == "kda_inputs":
+        wide = drawn(3 * HEADS * WIDTH + 2 * RANK + HEADS, HIDDEN, dtype=torch.float32)
+        low = drawn(HEADS * WIDTH, RANK, dtype=torch.float32)
+        widths = [3 * HEADS * WIDTH, RANK, HEADS, RANK]
+        return KDAProjections(wide, widths, low, low.clone()), (HEADS,), HIDDEN
+    widths = [RANK, 16, 8, HEADS * WIDTH]
+    wide, queries = (
+        drawn(sum(widths), HIDDEN, dtype=torch.float32),
+        drawn(40, RANK, dtype=torch.float32),
+    )
+    return (
+        MLAProjections(wide, widths, torch.rand(RANK), queries, torch.rand(16), EPS),
+        (HEADS,),
+        HIDDEN,
+    )
+
+
+def tensors(result):
+    return [result] if isinstance(result, torch.Tensor) else [y for x in result for y in tensors(x)]
+
+
+@pytest.mark.parametrize("N", [3, 30])
+@pytest.mark.parametrize("name", ["kda_inputs", "mla_inputs", "moe"])
+def test_a_weight_that_alone_is_trained_gets_its_gradient(name, N):
+    """The others frozen, and an input that asks for nothing: a first layer that is fine-tuned."""
+    weights, rest, hidden = parts_of(name)
+    x = torch.randn(N, hidden)
+    for field, trained in weights._asdict().items():
+        if not isinstance(trained, torch.Tensor) or field == "bias":  # it only chooses
+            continue
+        gradients = []
+        for functions in (NATIVE, TORCH):
+            own = trained.detach().clone().requires_grad_()
+            frozen = (w.detach() if isinstance(w, torch.Tensor) else w for w in weights)
+            given = type(weights)(*frozen)._replace(**{field: own})
+            out = tensors(getattr(functions, name)(x, given, *rest))
+            sum(y.square().sum() for y in out).backward()
+            gradients.append(own.grad)
+        assert gradients[0] is not None and torch.equal(*gradients), field
+
+
 def test_what_does_not_fit_is_refused():
     kda_inputs, mla_inputs = operators().kda_inputs, operators().mla_inputs
     x, matrix = torch.zeros(2, 4), torch.zeros(10, 4)
