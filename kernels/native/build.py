@@ -116,11 +116,15 @@ def cache_folder() -> Path:
 
 
 def _key(level: str) -> str:
+    """Raises NotBuilt if the sources are not there, as in an install that leaves them out."""
     digest = hashlib.sha256()
     about = (torch.__version__, torch.compiled_with_cxx11_abi(), platform.machine(), sys.platform)
     digest.update(repr((about, level, level_flags(level), _FLAGS)).encode())
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    try:
+        for path in sorted(path for path in SOURCES.iterdir() if path.is_file()):
+            digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    except OSError as error:
+        raise NotBuilt(f"cannot read the sources: {error}") from error
     return digest.hexdigest()[:24]
 
 

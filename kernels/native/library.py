@@ -40,9 +40,10 @@ def missing() -> str | None:
 def _load() -> str | None:
     try:
         built = build()
-        torch.ops.load_library(built.path)
     except NotBuilt as error:
         return str(error)
+    try:
+        torch.ops.load_library(built.path)
     except OSError as error:
         return f"{built.path} cannot be loaded: {error}"
     fakes.register()

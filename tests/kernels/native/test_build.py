@@ -193,3 +193,28 @@ def test_who_has_no_home_is_told_so(compiler, monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     with pytest.raises(NotBuilt, match="no home folder; XDG_CACHE_HOME may name another place"):
         build()
+
+
+def test_a_cache_that_cannot_be_looked_into_is_a_reason(compiler, monkeypatch):
+    """Somebody else's home: the very question whether the library is there may be refused."""
+    install, _ = compiler
+    install()
+
+    def refuse(_path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(NotBuilt, match="cannot use .*Permission denied"):
+        build()
+
+
+def test_sources_that_are_not_there_are_a_reason_and_folders_beside_them_none(
+    compiler, tmp_path, monkeypatch
+):
+    install, _ = compiler
+    install()
+    monkeypatch.setattr(building, "SOURCES", tmp_path / "csrc")
+    with pytest.raises(NotBuilt, match="cannot read the sources"):
+        build()
+    (tmp_path / "csrc/of an editor").mkdir(parents=True)
+    assert build().path.exists()
