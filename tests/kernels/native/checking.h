@@ -38,7 +38,8 @@ double relative_error(const Array<T>& got, const std::vector<double>& truth) {
   double worst = 0, largest = 1e-300;
   for (int64_t i = 0; i < got.size; ++i) {
     const double difference = std::abs(double(got[i]) - truth[i]);
-    worst = difference <= worst ? worst : difference;  // NaN is worse than anything
+    if (!(difference <= worst)) worst = difference;
+    if (std::isnan(worst)) return worst;  // worse than anything
     largest = std::max(largest, std::abs(truth[i]));
   }
   return worst / largest;
