@@ -236,8 +236,8 @@ KDA_INLINE void step_rows(const T* initial, T* final, const Tokens<T>& in, int64
     return whole ? load(x + d) : load_some(x + d, K - d);
   };
   const auto decayed = [&](int r, int64_t d) {
-    if (initial == nullptr) return Vec<T>{};
-    return at(initial + (channel + r) * K, d) * at(in.alpha, d);
+    const Vec<T> s = initial == nullptr ? Vec<T>{} : at(initial + (channel + r) * K, d);
+    return s * at(in.alpha, d);  // of zeros too: a gate that is NaN shows
   };
   Vec<T> reads[2 * rows];
 #pragma GCC unroll 16

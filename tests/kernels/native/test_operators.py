@@ -122,6 +122,15 @@ def test_several_rows_of_the_sink_leave_it_alone():
     assert o.isfinite().all()
 
 
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("poisoned", KDAInputs._fields)
+def test_what_is_not_a_number_shows_in_the_first_token_of_a_fresh_row(poisoned, length):
+    weights, inputs, state = make_weights(), make_inputs(length), make_state(1)
+    getattr(inputs, poisoned)[0] = torch.nan
+    o = run(KDAKernelDispatcher("native"), inputs, weights, state, [0, length], [1], [0])
+    assert o[0].isnan().all() and state.recurrent[1].isnan().all()
+
+
 @pytest.mark.parametrize("asked", [True, False], ids=["gradients", "no_grad"])
 def test_gradients_are_torchs_business_and_exports_still_fall_anywhere(asked):
     weights, state = make_weights(), make_state(4)
