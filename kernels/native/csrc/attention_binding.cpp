@@ -37,7 +37,7 @@ std::vector<kda::AttentionRow> checked_rows(const Tensor& spans, const Tensor& p
                       " tokens; got (", row.first, ", ", row.count, ", ", row.total, ") in row ",
                       b);
     end = row.first + row.count;
-    const int64_t needed = (row.total + page - 1) / page;
+    const int64_t needed = row.total / page + (row.total % page > 0);  // no sum to overflow
     TORCH_CHECK_VALUE(needed <= P, "row ", b, " needs ", needed, " pages, got ", P);
     for (int64_t i = 0; i < needed; ++i) {
       TORCH_CHECK_VALUE(named[i] >= 0 && named[i] < pool_pages, "row ", b, " names page ",

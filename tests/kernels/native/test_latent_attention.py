@@ -163,6 +163,7 @@ REFUSED = [
     (dict(spans=torch.tensor([[0, 1, 0], [1, 3, 3]])), "in order, within 4 tokens; got (0, 1, 0)"),
     (dict(spans=torch.tensor([[0, 0, 5], [1, 3, 3]])), "in order, within 4 tokens; got (0, 0, 5)"),
     (dict(spans=torch.tensor([[0, 1, 9], [1, 3, 3]])), "row 0 needs 3 pages, got 2"),
+    (dict(spans=torch.tensor([[0, 1, 2**63 - 1], [1, 3, 3]])), "row 0 needs 2305843009213693952"),
     (dict(pages=torch.tensor([[1, 3], [0, 0]])), "row 0 names page 3 of 0..2"),
     (dict(pages=torch.tensor([[1, 2], [-1, 0]])), "row 1 names page -1 of 0..2"),
     (dict(pages=torch.tensor([1, 2])), "pages must have two axes"),
