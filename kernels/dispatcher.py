@@ -61,7 +61,7 @@ class Backend(NamedTuple):
     extend: Callable[..., CoreResult]
     decode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     on_slots: Callable[..., Tensor] | None = None
-    takes: Callable[..., bool] = lambda _inputs, _weights: False
+    takes: Callable[..., bool] | None = None
     one_kernel: bool = False
 
 
@@ -72,29 +72,32 @@ def _torch_backend(kernel_chunk: int) -> Backend:
 
 
 def _reference_backend(_kernel_chunk: int) -> Backend:
-    extend = functools.partial(
-        kda_extend,
-        convolve=short_conv_reference,
-        activate=activate_reference,
-        scan=kda_reference,
-    )
+    return Backend("reference", 1, TORCH, _extend_reference, _decode_reference)
 
-    def decode(
-        inputs: KDAInputs, weights: KDAWeights, S0: Tensor, conv0: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out = extend(inputs, weights, S0, conv0, range(S0.shape[0] + 1), ())
-        return out.o, out.S, out.conv
 
-    return Backend("reference", 1, TORCH, extend, decode)
+_extend_reference = functools.partial(
+    kda_extend, convolve=short_conv_reference, activate=activate_reference, scan=kda_reference
+)
+
+
+def _decode_reference(
+    inputs: KDAInputs, weights: KDAWeights, S0: Tensor, conv0: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = _extend_reference(inputs, weights, S0, conv0, range(S0.shape[0] + 1), ())
+    return out.o, out.S, out.conv
+
+
+def _scan_or_loop(
+    *operands: Tensor | Sequence[int] | Sequence[Export], kernel_chunk: int
+) -> ScanResult:
+    exports = operands[-1]
+    if exports:  # only the loop has them after any token
+        return kda_token_scan(*operands)
+    return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
 
 
 def _native_backend(kernel_chunk: int) -> Backend:
-    def scan(*operands: Tensor | Sequence[int] | Sequence[Export]) -> ScanResult:
-        exports = operands[-1]
-        if exports:  # only the loop has them after any token
-            return kda_token_scan(*operands)
-        return kda_chunk_scan(*operands, kernel_chunk=kernel_chunk)
-
+    scan = functools.partial(_scan_or_loop, kernel_chunk=kernel_chunk)
     extend = functools.partial(kda_extend, convolve=short_conv, activate=activate, scan=scan)
     rows, takes = operators.kda_rows, operators.takes
     return Backend("native", 1, NATIVE, extend, kda_decode, rows, takes, one_kernel=True)
@@ -211,7 +214,8 @@ class KDAKernelDispatcher:
     ) -> Tensor:
         if rows.query_start[-1] != inputs.qkv.shape[0]:
             inputs = KDAInputs(*(x[rows.tokens] for x in inputs))
-        if self.backend.takes(inputs, weights):  # it checks shapes by itself
+        takes = self.backend.takes
+        if takes is not None and takes(inputs, weights):  # on_slots checks shapes by itself
             return self.backend.on_slots(inputs, weights, state, rows)
         self._check_shapes(inputs, weights, state)
         S0, conv0 = self._gather(inputs, weights, state, rows)

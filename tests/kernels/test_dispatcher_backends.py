@@ -1,6 +1,7 @@
 """Backends, dtypes and storages: other code, other memory, the same function of the tokens."""
 
 import math
+import pickle
 import random
 
 import pytest
@@ -75,6 +76,19 @@ def test_extend_and_decode_refuse_steps_of_the_other_kind(backend):
     with pytest.raises(ValueError, match="more than one token; use mixed"):
         dispatcher.decode(inputs, weights, state, step)
     assert_untouched(state, before, range(3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dispatcher_can_be_pickled(backend):
+    """A model is, by torch.save or on its way to another process, and has one."""
+    weights, inputs, state = make_weights(), make_inputs(9), make_state(1)
+    dispatcher, other = KDAKernelDispatcher(backend, 8), copied(state)
+    twin = pickle.loads(pickle.dumps(dispatcher))
+    rows = ([0, 9], [1], [0])
+    assert twin.describe() == dispatcher.describe()
+    assert torch.equal(
+        run(twin, inputs, weights, other, *rows), run(dispatcher, inputs, weights, state, *rows)
+    )
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "softplus"])
