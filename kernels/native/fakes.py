@@ -1,6 +1,16 @@
-"""What the operators return without computing it: shapes and dtypes, for torch's fake tensors."""
+"""What the operators return without computing it: shapes and dtypes, for torch's fake tensors.
+
+Torch also takes them for calls with a tensor on the meta device, so other arguments may not be on
+another one: a result there would be memory that nobody has written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 
 def register() -> None:
@@ -8,12 +18,33 @@ def register() -> None:
     layers = (few_rows, linear, rms_norm, gated_norm, gated, glu, mix_norm, route, mix_experts)
     sublayers = (kda_inputs, kda_output, mla_inputs, mla_output, mlp, moe)
     for fake in (kda_scan, short_conv, kda_rows_, latent_attention, decoder, *layers, *sublayers):
-        torch.library.register_fake(f"kda_native::{fake.__name__}", fake)
+        torch.library.register_fake(f"kda_native::{fake.__name__}", _on_one_device(fake))
+
+
+def _on_one_device(fake: Callable) -> Callable:
+    """`fake`, which raises ValueError for arguments on several devices."""
+
+    @functools.wraps(fake)
+    def checked(*args: object) -> Tensor | tuple[Tensor, ...]:
+        devices = sorted({str(x.device) for x in _tensors(args)})
+        if len(devices) > 1:
+            raise ValueError(f"{fake.__name__} must get tensors on one device, got {devices}")
+        return fake(*args)
+
+    return checked
+
+
+def _tensors(args: tuple | list) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (tuple, list)):
+            yield from _tensors(arg)
 
 
 def kda_scan(q, k, v, g, beta, S0, query_start, export_rows, export_after, scale):
     exported = S0.new_empty(len(export_rows), *S0.shape[1:])
-    return S0.new_empty(v.shape), torch.empty_like(S0), exported
+    return S0.new_empty(v.shape), S0.new_empty(S0.shape), exported
 
 
 def short_conv(x, weight, conv0, query_start, export_rows, export_after):
@@ -56,7 +87,7 @@ def mix_norm(prefix, bank, bank_rms, norm, proj, weight, eps):
 
 def route(x, weight, bias, top_k, groups, kept_groups, renormalise, factor, experts):
     wide = torch.promote_types(weight.dtype, torch.float32)
-    chosen = x.new_empty(x.shape[0], top_k, dtype=torch.long) if experts is None else experts
+    chosen = x.new_empty(x.shape[0], top_k, dtype=torch.long)
     return chosen, x.new_empty(x.shape[0], top_k, dtype=wide)
 
 
@@ -86,12 +117,12 @@ def mla_output(o, gate, o_proj):
     return gate.new_empty(o.shape[0], o_proj.shape[0])
 
 
-def mlp(x, *_rest):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def mlp(x, gate_up, down, *_rest):
+    return x.new_empty(x.shape[0], down.shape[0])
 
 
-def moe(x, *_rest):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def moe(x, router, bias, in_proj, widths, w13, w2, norm, eps, up, *_rest):
+    return x.new_empty(x.shape[0], w2.shape[1] if up is None else up.shape[0])
 
 
 def latent_attention(q, pool, kv_b, spans, pages):
