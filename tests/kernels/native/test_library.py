@@ -73,6 +73,7 @@ def test_a_command_says_on_stderr_that_it_builds_and_that_it_could_not(
 def test_a_library_that_is_none_is_a_reason(tmp_path, monkeypatch):
     broken = tmp_path / "kda_native.so"
     broken.write_text("not a library")
+    monkeypatch.delenv("KIMI_MINI_NATIVE", raising=False)
     monkeypatch.setattr(library, "build", lambda: Built(broken, "AVX2", 0.0))
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
     assert library.missing().startswith(f"{broken} cannot be loaded")
