@@ -54,17 +54,12 @@ def counts_of(rules: Rules, backend: str, max_examples: int, steps: int) -> Coun
     return Machine.happened
 
 
-CASES = [*product(RULES, BACKENDS)]
 SAMPLE = [
     (TREE, "native"), (TREE, "torch"), (HASHED, "native"), (VLLM, "torch"), (TREES[3], "native"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "rules, backend",
-    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("rules, backend", SAMPLE, ids=str)
 def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules, backend):
     happened = counts_of(rules, backend, 3, 30)
     assert happened["finished"] >= 30 and happened["restored"] >= 3, happened
@@ -72,7 +67,7 @@ def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules, backend)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules, backend", CASES, ids=str)
+@pytest.mark.parametrize("rules, backend", [*product(RULES, BACKENDS)], ids=str)
 def test_thousands_of_steps(rules, backend):
     happened = counts_of(rules, backend, 60, 80)
     assert happened["steps"] >= 3000 and happened["hit"] >= 100, happened
