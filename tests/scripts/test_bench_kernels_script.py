@@ -65,7 +65,8 @@ def test_json_has_every_operator_at_every_width(capsys, monkeypatch):
     assert machine["threads"] == 1 and machine["sgemm_gflops"] > 0 and machine["copy_gbs"] > 0
     figures = report["operators"]
     cells = {(f["what"], f["threads"], f["K"], f["V"]) for f in figures}
-    # scan and core at two lengths, convolution, a core step, six more of prefill and of a step, attention twice
+    # scan and core at two lengths, convolution, a core step, six more of prefill and of a step,
+    # attention twice
     assert len(cells) == len(figures) == 4 * (2 * 2 + 2 + 2 * 6 + 2)
     for f in figures:
         assert f["torch"] > 0 and f["bound"] > 0 and f["limit"] in ("FLOPs", "bytes")
