@@ -1,7 +1,8 @@
 """A model as one call of its backend, where that has one (`kernels.decoder`).
 
-Modules are called one by one instead if anybody watches: a hook is registered on the model's parts,
-its layers or their sublayers.
+Modules are called one by one instead where that may be another thing: a hook is registered on the
+model's parts, its layers or their sublayers, or on all modules; one of them has another class than
+the model was made of; a weight is missing or has another form.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kernels.decoder import DecoderForm, StepRows
 from kernels.kda_metadata import RowGroup
 from kernels.routing import RouterRule
 from kimi_mini.batch import ModelState, Step
 from kimi_mini.config import KimiConfig
+from kimi_mini.dtypes import at_least_float32
 from kimi_mini.layers.mlp import glu_form
 
 # Names in the order of `kernels.decoder`.
@@ -62,11 +65,15 @@ _LAST = (
     "lm_head.weight",
 )
 
+# Those that stay float32 in a model of half precision.
+_FLOAT32 = ("conv_weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
+
 
 class Handed(NamedTuple):
-    """What a model hands over: its weights in order, and the hooks that would see it run."""
+    """What a model hands over: its weights in order, None if its modules must be called; and the
+    hooks that would see it run."""
 
-    weights: list[Tensor | None]
+    weights: list[Tensor | None] | None
     hooks: list[Mapping]
 
 
@@ -76,12 +83,19 @@ class DecoderCall:
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._form = decoder_form(net.config, net.model.layers)
+        self._classes = {type(module) for module in _watchable(net)}
+        self._shapes = [None if w is None else w.shape for w in self._found()]
         self._held: Handed | None = None
 
     def hold(self) -> None:
         """Look weights up now instead of for every call: from here on, a parameter or a module
         that is put in another's place is not seen; what changes in place is."""
         self._held = self._handed()
+
+    def look_again(self) -> None:
+        """See what has been put in another's place, if weights are held."""
+        if self._held is not None:
+            self.hold()
 
     def __call__(
         self, ids: Tensor, step: Step, state: ModelState, wanted: Tensor | None
@@ -92,22 +106,38 @@ class DecoderCall:
         if decoder is None or slots is None:
             return None
         weights, hooks = self._held or self._handed()
-        if any(hooks):
+        if weights is None or any(hooks) or _has_any_global_hook():
             return None
         rows = StepRows(slots, step.attention.rows, step.destinations.out_rows)
         return decoder(ids, wanted, self._form, weights, state, rows)
 
     def _handed(self) -> Handed:
-        net = self._net
-        layers = zip(net.model.layers, self._form.is_kda, self._form.is_moe, strict=True)
-        places = [(net, name) for name in _FIRST]
-        for layer, kda, moe in layers:
+        modules, weights = [*_watchable(self._net)], self._found()
+        hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        known = self._classes.issuperset(map(type, modules))
+        whole = [None if w is None else w.shape for w in weights] == self._shapes
+        return Handed(weights if known and whole and self._of_one_dtype(weights) else None, hooks)
+
+    def _of_one_dtype(self, weights: Sequence[Tensor | None]) -> bool:
+        """Whether all are in the activation dtype, but for those that stay float32."""
+        dtype = self._net.dtype
+        return all(
+            w is None or w.dtype == (at_least_float32(dtype) if name.endswith(_FLOAT32) else dtype)
+            for (_, name), w in zip(self._places(), weights, strict=True)
+        )
+
+    def _found(self) -> list[Tensor | None]:
+        return [_find(module, name) for module, name in self._places()]
+
+    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+        """The module and the name under which each weight is found, in order."""
+        net, form = self._net, self._form
+        yield from ((net, name) for name in _FIRST)
+        for layer, kda, moe in zip(net.model.layers, form.is_kda, form.is_moe, strict=True):
             attention, feed_forward = _KDA if kda else _MLA, _MOE if moe else _MLP
             names = (*_ATTENTION_READS, *attention, *_FEED_FORWARD_READS, *feed_forward)
-            places += [(layer, name) for name in names]
-        places += [(net, name) for name in _LAST]
-        hooks = [h for m in _watchable(net) for h in (m._forward_hooks, m._forward_pre_hooks)]
-        return Handed([_find(*place) for place in places], hooks)
+            yield from ((layer, name) for name in names)
+        yield from ((net, name) for name in _LAST)
 
 
 def only_group(step: Step) -> RowGroup | None:

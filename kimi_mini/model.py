@@ -164,6 +164,7 @@ class KimiForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         huge_pages.gather(self.parameters())
         self._at_once = DecoderCall(self)
+        self.register_load_state_dict_post_hook(_look_again)
         self.load_report: LoadReport | None = None  # what from_pretrained found
 
     @classmethod
@@ -235,7 +236,8 @@ class KimiForCausalLM(nn.Module):
         if batch.logits_at is not None:
             return self._logits_of(batch.logits_at.long(), batch, step, state)
         every_token = len(spans) == batch.token_ids.shape[0]  # is the last one of a row
-        last = None if every_token else torch.tensor([s.first + s.count - 1 for s in spans])
+        ends = [s.first + s.count - 1 for s in spans]
+        last = None if every_token else torch.tensor(ends, dtype=torch.long)
         logits = self._logits_of(last, batch, step, state)
         B = batch.slots.shape[0]
         if len(spans) == B:
@@ -245,8 +247,9 @@ class KimiForCausalLM(nn.Module):
         return out
 
     def hold_weights(self) -> None:
-        """Promise that no parameter and no module will be put in another's place from now on (what
-        changes in place is seen), so that a step of the native backend need not look for them."""
+        """Promise that no parameter and no module will be put in another's place from now on, but
+        by load_state_dict (what changes in place is seen), so that a step of the native backend
+        need not look for them. An engine does it."""
         self._at_once.hold()
 
     def _logits_of(
@@ -266,3 +269,8 @@ class KimiForCausalLM(nn.Module):
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(at_least_float32(logits.dtype))
+
+
+def _look_again(net: KimiForCausalLM, _: object) -> None:
+    """Loading may have put other parameters in the places of those that are held."""
+    net._at_once.look_again()

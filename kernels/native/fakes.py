@@ -96,9 +96,9 @@ def mix_experts(x, experts, weights, w13, w2, situ, beta, linear_beta):
 
 
 def kda_inputs(x, in_proj, widths, f_b, g_b, heads):
-    qkv, _, beta, g = linear(x, in_proj).split(widths, -1)
+    fused = linear(x, in_proj)
     decay = x.new_empty(x.shape[0], heads, f_b.shape[0] // heads)
-    return qkv, decay, beta, g if g_b is None else linear(g, g_b)
+    return fused, decay, x.new_empty(0) if g_b is None else linear(x, g_b)
 
 
 def kda_output(o, gate, norm, eps, o_proj):
@@ -106,11 +106,8 @@ def kda_output(o, gate, norm, eps, o_proj):
 
 
 def mla_inputs(x, in_proj, widths, q_norm, q_b, kv_norm, eps, heads):
-    q, c, r, gate = linear(x, in_proj).split(widths, -1)
-    if q_b is not None:
-        q = linear(q, q_b)
-    rows = x.new_empty(x.shape[0], c.shape[1] + r.shape[1])
-    return q.unflatten(-1, (heads, -1)), rows, gate
+    q = x.new_empty(0) if q_b is None else linear(x, q_b).unflatten(-1, (heads, -1))
+    return linear(x, in_proj), q, x.new_empty(x.shape[0], widths[1] + widths[2])
 
 
 def mla_output(o, gate, o_proj):

@@ -102,8 +102,9 @@ def mix_experts(x: Tensor, routing: Routing, w13: Tensor, w2: Tensor, form: GLUF
 def kda_inputs(x: Tensor, weights: KDAProjections, heads: int) -> tuple[KDAInputs, Tensor]:
     if not serves(x, *weights):
         return TORCH.kda_inputs(x, weights, heads)
-    *inputs, gate = operators().kda_inputs(x, *weights, heads)
-    return KDAInputs(*inputs), gate
+    fused, decay, gate = operators().kda_inputs(x, *weights, heads)
+    qkv, _, beta, g = fused.split(weights.widths, -1)
+    return KDAInputs(qkv, decay, beta), g if weights.g_b is None else gate
 
 
 def kda_output(o: Tensor, gate: Tensor, norm: Tensor, eps: float, o_proj: Tensor) -> Tensor:
@@ -115,7 +116,9 @@ def kda_output(o: Tensor, gate: Tensor, norm: Tensor, eps: float, o_proj: Tensor
 def mla_inputs(x: Tensor, weights: MLAProjections, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     if not serves(x, *weights):
         return TORCH.mla_inputs(x, weights, heads)
-    return operators().mla_inputs(x, *weights, heads)
+    fused, q, rows = operators().mla_inputs(x, *weights, heads)
+    own, _, _, gate = fused.split(weights.widths, -1)
+    return own.unflatten(-1, (heads, -1)) if weights.q_b is None else q, rows, gate
 
 
 def mla_output(o: Tensor, gate: Tensor, o_proj: Tensor) -> Tensor:
@@ -161,8 +164,8 @@ def decoder(
     head; in place: state at the rows' slots, exports and out_rows. None, with nothing done, where
     the operators do not serve.
 
-    Weights are checked by the layers as they run: a wrong one raises behind the writes of earlier
-    layers.
+    Raises ValueError before anything is written for rows, pools, or weights of the wrong number or
+    dtype; for weights whose shapes do not fit each other, behind the writes of earlier layers.
     """
     if torch.is_grad_enabled() or not serves(state.conv):
         return None

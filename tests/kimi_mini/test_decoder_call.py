@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from kernels.native.library import operators
 from kimi_mini import KimiForCausalLM, preset
+from kimi_mini.layers.mlp import MLP
 from kimi_mini.layers.parameters import Linear
 from tests.kimi_mini.golden_cases import (
     FOLDER,
@@ -105,6 +107,66 @@ def test_a_model_that_is_watched_calls_its_modules(watched, held):
     assert calls.made == 5
 
 
+class Twice(MLP):
+    def forward(self, *args):
+        return 2 * super().forward(*args)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return 2 * self.inner(*args)
+
+
+@pytest.mark.parametrize("put", ["class", "wrapper"])
+def test_a_module_of_another_kind_is_called(put):
+    net, plain = nano(), nano()
+    mlp = net.model.layers[0].mlp
+    if put == "class":
+        mlp.__class__ = Twice
+    else:
+        net.model.layers[0].mlp = Wrapped(mlp)
+    with Calls(net) as calls:
+        different = life(net)
+    assert calls.made == 0 and not same(different, life(plain))
+
+
+def test_a_hook_on_all_modules_sees_them():
+    net, seen = nano(), []
+    net.hold_weights()
+    handle = register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        life(net)
+    finally:
+        handle.remove()
+    assert seen.count(type(net.model.layers[0])) == 5 * len(net.model.layers)
+
+
+def test_one_layer_in_another_dtype_is_called_or_refused_with_the_state_as_it_was():
+    net = nano()
+    net.model.layers[3].bfloat16()
+    with Calls(net) as calls:
+        life(net)
+    assert calls.made == 0, "its modules can"
+    held = nano()
+    held.hold_weights()
+    held.model.layers[3].bfloat16()
+    state = poisoned_state(held, slots=1, pages=9, page=4)
+    with pytest.raises(ValueError, match="of weights must be Float"):
+        Sequence(held, state, 1, torch.arange(1, 10)).run(torch.tensor([3, 4]))
+    assert all(part.isnan().all() for part in state)
+
+
+def test_weights_that_are_loaded_in_others_places_are_seen():
+    net, other = nano(), KimiForCausalLM.from_config(preset("nano"), seed=6, backend="native")
+    net.hold_weights()
+    net.load_state_dict(other.state_dict(), assign=True)
+    assert same(life(net), life(other))
+
+
 def test_weights_that_change_in_place_are_seen_and_others_until_they_are_held():
     net = nano()
     before = life(net)
@@ -178,23 +240,33 @@ def call(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: {"weights": c["weights"][:-1]}, "layers need more"),
-        (lambda c: {"weights": [*c["weights"], None]}, "layers need fewer"),
+        (lambda c: {"weights": c["weights"][:-1]}, "weights must have"),
+        (lambda c: {"weights": [*c["weights"], None]}, "weights must have"),
         (lambda c: {"weights": [*c["weights"][:3], None, *c["weights"][4:]]}, "entry 3 of weights"),
         (lambda c: {k: [] for k in ("opens_block", "is_kda", "is_moe")}, "at least one layer"),
         (lambda c: {"is_kda": c["is_kda"][:-1]}, "equally many layers"),
         (lambda c: {"recurrent": c["recurrent"][1:]}, "recurrent and conv must be of 3 layers"),
         (lambda c: {"conv": c["conv"][1:]}, "recurrent and conv must be of 3 layers"),
         (lambda c: {"latent": c["latent"][0]}, "latent must be of 2 layers"),
-        (lambda c: {"out_rows": c["out_rows"] + 10**6}, "out_rows names row"),
+        (lambda c: {"out_rows": c["out_rows"] + 10**6}, "out_rows must lie in"),
         (lambda c: {"out_rows": c["out_rows"][:0]}, "out_rows must be"),
         (lambda c: {"ids": c["ids"] + 10**6}, "index"),
-        (lambda c: {"wanted": torch.tensor([2])}, "index"),
+        (lambda c: {"wanted": torch.tensor([2])}, "wanted must lie in"),
+        (lambda c: {"slots": c["slots"] + 5}, "names slot"),
+        (lambda c: {"spans": c["spans"] + 5}, "spans must be"),
+        (lambda c: {"pages": c["pages"] + 50}, "names page"),
+        (lambda c: {"latent": c["latent"][..., :-1]}, "latent must have rows"),
+        (lambda c: {"recurrent": c["recurrent"].mT.contiguous().mT}, "contiguous inside"),
+        (lambda c: {"recurrent": c["recurrent"].double()}, "recurrent must be Float"),
+        (lambda c: {"kda_heads": c["kda_heads"] + 1}, "recurrent must be of"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, change, message):
-    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
+    pools = [call[name] for name in ("recurrent", "conv", "latent")]
+    before = [pool.clone() for pool in pools]
+    with pytest.raises((ValueError, IndexError), match=message):
         operators().decoder(**(call | change(call)))
+    assert same(pools, before)
 
 
 def test_it_has_a_fake(call):

@@ -545,3 +545,21 @@ def test_tied_embeddings_stay_one_parameter_through_casts():
     net = KimiForCausalLM.from_config(config, seed=0)
     net = net.double().bfloat16()
     assert net.lm_head.weight is net.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_step_in_which_nothing_runs_gives_zeros_and_leaves_the_state_alone(backend):
+    """A skipped row with tokens, and an empty row beside padding."""
+    net = model(backend=backend)
+    for query_start, slots in (([0, 2], [-1]), ([0, 0], [1])):
+        state = poisoned_state(net, slots=1, pages=2, page=4)
+        batch = ForwardBatch(
+            token_ids=torch.tensor([5, 6]),
+            query_start=torch.tensor(query_start),
+            context_len=torch.tensor([0]),
+            slots=torch.tensor(slots),
+            page_table=torch.tensor([[-1]]),
+            out_rows=torch.tensor([-1, -1]),
+        )
+        assert not net.forward_batch(batch, state).any()
+        assert all(part.isnan().all() for part in state)

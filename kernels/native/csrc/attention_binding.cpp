@@ -22,6 +22,13 @@ struct AbsorbedPiece {
   int64_t offset, first, count;
 };
 
+void check_tables(const Tensor& spans, const Tensor& pages) {
+  check_dtype("spans", spans, at::kLong);
+  check_dtype("pages", pages, at::kLong);
+  TORCH_CHECK_VALUE(pages.dim() == 2, "pages must have two axes, got ", pages.sizes());
+  check_shape("spans", spans, {pages.size(0), 3});
+}
+
 // spans [B, 3] and pages [B, P] as rows, if they lie within N tokens and the pool.
 std::vector<kda::AttentionRow> checked_rows(const Tensor& spans, const Tensor& pages, int64_t N,
                                             int64_t pool_pages, int64_t page) {
@@ -97,6 +104,12 @@ void run_absorbed(const kda::LatentAttention<T, A>& call,
 
 }  // namespace
 
+void check_paged_rows(const Tensor& spans, const Tensor& pages, int64_t tokens,
+                      int64_t pool_pages, int64_t page) {
+  check_tables(spans, pages);
+  checked_rows(spans.contiguous(), pages.contiguous(), tokens, pool_pages, page);
+}
+
 Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
                         const Tensor& spans, const Tensor& pages) {
   TORCH_CHECK_VALUE(q.dim() == 3 && pool.dim() == 3 && kv_b.dim() == 3,
@@ -116,10 +129,7 @@ Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
                         (page < 2 || pool.stride(1) == pool.size(2)),
                     "pool must have pages that are contiguous inside, got strides ",
                     pool.strides());
-  check_dtype("spans", spans, at::kLong);
-  check_dtype("pages", pages, at::kLong);
-  TORCH_CHECK_VALUE(pages.dim() == 2, "pages must have two axes, got ", pages.sizes());
-  check_shape("spans", spans, {pages.size(0), 3});
+  check_tables(spans, pages);
   const Tensor table = pages.contiguous(), numbers = spans.contiguous();
   const auto rows = checked_rows(numbers, table, N, pool.size(0), page);
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "elementwise.h"
@@ -51,6 +52,43 @@ inline std::vector<int64_t> integers(const char* name, const Tensor& x, int64_t 
   const Tensor whole = x.contiguous();
   const int64_t* from = whole.const_data_ptr<int64_t>();
   return {from, from + count};
+}
+
+// States of a pool: entries of one slot side by side, slots any distance apart.
+inline void check_pool(const char* name, const Tensor& pool, IntArrayRef slot_shape) {
+  TORCH_CHECK_VALUE(pool.dim() > 0 && pool.sizes().slice(1) == slot_shape, name,
+                    " must be [slots] + ", slot_shape, ", got ", pool.sizes());
+  int64_t expected = 1;
+  for (int64_t d = pool.dim() - 1; d > 0; expected *= pool.size(d--)) {
+    TORCH_CHECK_VALUE(pool.size(d) == 1 || pool.stride(d) == expected, name,
+                      " must have slots that are contiguous inside, got strides ", pool.strides());
+  }
+  TORCH_CHECK_VALUE(pool.size(0) < 2 || pool.stride(0) >= expected, name,
+                    " must have slots that do not overlap, got strides ", pool.strides());
+}
+
+// Columns of x in parts of these widths.
+template <size_t count>
+std::array<Tensor, count> split(const Tensor& x, IntArrayRef widths) {
+  TORCH_CHECK_VALUE(widths.size() == count, "widths must be ", count, " numbers, got ", widths);
+  std::array<Tensor, count> parts;
+  int64_t first = 0;
+  for (size_t i = 0; i < count; first += widths[i++]) {
+    TORCH_CHECK_VALUE(widths[i] >= 0 && first + widths[i] <= x.size(1), "widths must add up to the ",
+                      x.size(1), " rows of in_proj, got ", widths);
+    parts[i] = columns(x, first, widths[i]);
+  }
+  TORCH_CHECK_VALUE(first == x.size(1), "widths must add up to the ", x.size(1),
+                    " rows of in_proj, got ", widths);
+  return parts;
+}
+
+// [N, heads * width] → [N, heads, width].
+inline Tensor by_heads(const Tensor& x, int64_t heads) {
+  TORCH_CHECK_VALUE(heads > 0 && x.size(1) % heads == 0, x.size(1), " channels are not ", heads,
+                    " equal heads");
+  const int64_t width = x.size(1) / heads;
+  return view_of(x, {x.size(0), heads, width}, {x.stride(0), width * x.stride(1), x.stride(1)}, 0);
 }
 
 // Calls act(T{}, A{}) with the number type of a tensor's memory, A, and the wide one, T.

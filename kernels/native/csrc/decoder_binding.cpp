@@ -11,7 +11,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <vector>
 
 #include "checks.hpp"
 #include "functions.hpp"
@@ -21,24 +23,46 @@ namespace {
 
 using namespace kda::checks;
 
-// Weights in the order in which layers take them.
+// Which weights each part of a model has: those that must be there, and (false) those that may.
+constexpr std::array<bool, 1> kEmbedding{true};
+constexpr std::array<bool, 3> kReading{false, false, true};
+constexpr std::array<bool, 8> kKDA{true, true, false, true, true, true, true, true};
+constexpr std::array<bool, 6> kMLA{true, false, false, true, true, true};
+constexpr std::array<bool, 8> kMoE{true, true, false, true, true, false, false, false};
+constexpr std::array<bool, 2> kMLP{true, true};
+constexpr std::array<bool, 1> kHead{true};
+
+// The weights of a model, in the order in which its parts take them.
 class Weights {
  public:
-  explicit Weights(const c10::List<MaybeTensor>& all) : all_(all) {}
-
-  MaybeTensor maybe() {
-    TORCH_CHECK_VALUE(next_ < all_.size(), "weights has ", all_.size(), " entries; layers need ",
-                      "more");
-    return all_.get(next_++);
+  // ValueError unless they are those of layers of these kinds, as numbers that go together.
+  Weights(const c10::List<MaybeTensor>& all, IntArrayRef is_kda, IntArrayRef is_moe) : all_(all) {
+    std::vector<bool> must;
+    const auto add = [&](const auto& part) { must.insert(must.end(), part.begin(), part.end()); };
+    add(kEmbedding);
+    for (size_t i = 0; i < is_kda.size(); ++i) {
+      add(kReading);
+      is_kda[i] ? add(kKDA) : add(kMLA);
+      add(kReading);
+      is_moe[i] ? add(kMoE) : add(kMLP);
+    }
+    add(kReading);
+    add(kHead);
+    TORCH_CHECK_VALUE(all.size() == must.size(), "weights must have ", must.size(),
+                      " entries for layers of these kinds, got ", all.size());
+    for (size_t i = 0; i < must.size(); ++i) {
+      const MaybeTensor weight = all.get(i);
+      TORCH_CHECK_VALUE(weight || !must[i], "entry ", i, " of weights must be there");
+      if (!weight) continue;
+      const auto dtype = weight->scalar_type(), first = all.get(0)->scalar_type();
+      TORCH_CHECK_VALUE((dtype == first || dtype == wide(first)) && weight->device().is_cpu(),
+                        "entry ", i, " of weights must be ", first, " or ", wide(first),
+                        " on the CPU, got ", dtype, " on ", weight->device());
+    }
   }
 
-  Tensor given() {
-    MaybeTensor weight = maybe();
-    TORCH_CHECK_VALUE(weight.has_value(), "entry ", next_ - 1, " of weights must be there");
-    return *std::move(weight);
-  }
-
-  bool used_up() const { return next_ == all_.size(); }
+  MaybeTensor maybe() { return all_.get(next_++); }
+  Tensor given() { return *maybe(); }
 
  private:
   const c10::List<MaybeTensor>& all_;
@@ -100,24 +124,59 @@ class Stream {
   bool opened_ = false;
 };
 
+void check_pools(const Tensor& recurrent, const Tensor& conv, const Tensor& latent,
+                 IntArrayRef is_kda, int64_t kda_heads, IntArrayRef kda_widths,
+                 IntArrayRef mla_widths) {
+  const int64_t recurrent_layers = std::count(is_kda.begin(), is_kda.end(), 1);
+  const int64_t latent_layers = count(is_kda) - recurrent_layers;
+  TORCH_CHECK_VALUE(recurrent.dim() == 5 && recurrent.size(0) == recurrent_layers &&
+                        conv.dim() == 4 && conv.size(0) == recurrent_layers,
+                    "recurrent and conv must be of ", recurrent_layers, " layers, got ",
+                    recurrent.sizes(), " and ", conv.sizes());
+  TORCH_CHECK_VALUE(latent.dim() == 4 && latent.size(0) == latent_layers, "latent must be of ",
+                    latent_layers, " layers, got ", latent.sizes());
+  check_dtype("conv", conv, conv.scalar_type());
+  check_dtype("latent", latent, conv.scalar_type());
+  check_dtype("recurrent", recurrent, wide(conv.scalar_type()));
+  if (recurrent_layers > 0) {
+    const int64_t V = recurrent.size(3), K = recurrent.size(4);
+    TORCH_CHECK_VALUE(count(kda_widths) == 4 && recurrent.size(2) == kda_heads &&
+                          kda_heads * (2 * K + V) == kda_widths[0] &&
+                          conv.size(3) == kda_widths[0],
+                      "recurrent must be of ", kda_heads, " heads with ", kda_widths, " channels, ",
+                      "and conv of as many, got ", recurrent.sizes(), " and ", conv.sizes());
+    check_pool("recurrent", entry(recurrent, 0), recurrent.sizes().slice(2));
+    check_pool("conv", entry(conv, 0), conv.sizes().slice(2));
+  }
+  if (latent_layers > 0) {
+    TORCH_CHECK_VALUE(count(mla_widths) == 4 && latent.size(3) == mla_widths[1] + mla_widths[2],
+                      "latent must have rows of the parts of ", mla_widths, ", got ",
+                      latent.sizes());
+    check_pool("latent", entry(latent, 0), latent.sizes().slice(2));
+  }
+}
+
+// `amount` integers, each in low .. high - 1.
+void check_numbers(const char* name, const Tensor& x, int64_t amount, int64_t low, int64_t high) {
+  for (int64_t number : integers(name, x, amount)) {
+    TORCH_CHECK_VALUE(number >= low && number < high, name, " must lie in ", low, "..", high - 1,
+                      ", got ", number);
+  }
+}
+
 // New latent rows [N, L+R] to their places in pages; row numbers count through all pages, -1 is
-// nowhere.
+// nowhere. All is checked.
 void write_rows(const Tensor& pool, const Tensor& rows, const Tensor& out_rows) {
   const int64_t N = rows.size(0), page = pool.size(1), width = pool.size(2);
-  check_shape("latent rows", rows, {N, width});
-  check_dtype("latent", pool, rows.scalar_type());
-  TORCH_CHECK_VALUE((width < 2 || pool.stride(2) == 1) && rows.is_contiguous(),
-                    "latent must have rows that are contiguous, got strides ", pool.strides());
-  const std::vector<int64_t> places = integers("out_rows", out_rows, N);
-  const size_t bytes = width * rows.element_size();
-  const char* from = static_cast<const char*>(rows.const_data_ptr());
+  const Tensor numbers = out_rows.contiguous(), whole = rows.contiguous();
+  const int64_t* places = data<int64_t>(numbers);
+  const size_t one = rows.element_size(), bytes = width * one;
+  const char* from = static_cast<const char*>(whole.const_data_ptr());
   char* to = static_cast<char*>(pool.mutable_data_ptr());
   for (int64_t t = 0; t < N; ++t) {
-    TORCH_CHECK_VALUE(places[t] >= -1 && places[t] < pool.size(0) * page, "out_rows names row ",
-                      places[t], " of ", pool.size(0) * page);
     if (places[t] < 0) continue;
-    const int64_t at = places[t] / page * pool.stride(0) + places[t] % page * pool.stride(1);
-    std::memcpy(to + at * rows.element_size(), from + t * bytes, bytes);
+    const int64_t at = places[t] / page * pool.stride(0) + places[t] % page * width;
+    std::memcpy(to + at * one, from + t * bytes, bytes);
   }
 }
 
@@ -135,47 +194,50 @@ Tensor decoder(const Tensor& ids, const MaybeTensor& wanted, const c10::List<May
   TORCH_CHECK_VALUE(layers > 0, "a decoder has at least one layer");
   TORCH_CHECK_VALUE(is_kda.size() == layers && is_moe.size() == layers,
                     "opens_block, is_kda and is_moe must tell of equally many layers");
-  int64_t recurrent_layer = 0, latent_layer = 0;
-  for (int64_t kda : is_kda) ++(kda ? recurrent_layer : latent_layer);
-  TORCH_CHECK_VALUE(recurrent.dim() == 5 && recurrent.size(0) == recurrent_layer &&
-                        conv.dim() == 4 && conv.size(0) == recurrent_layer,
-                    "recurrent and conv must be of ", recurrent_layer, " layers, got ",
-                    recurrent.sizes(), " and ", conv.sizes());
-  TORCH_CHECK_VALUE(latent.dim() == 4 && latent.size(0) == latent_layer, "latent must be of ",
-                    latent_layer, " layers, got ", latent.sizes());
-  recurrent_layer = latent_layer = 0;
+  const int64_t N = ids.numel();
+  Weights w(weights, is_kda, is_moe);
+  check_pools(recurrent, conv, latent, is_kda, kda_heads, kda_widths, mla_widths);
+  check_slot_rows(N, recurrent.size(1), query_start, slots, resumed, export_rows, export_after,
+                  export_slots);
+  check_paged_rows(spans, pages, N, latent.size(1), latent.size(2));
+  check_numbers("out_rows", out_rows, N, -1, latent.size(1) * latent.size(2));
+  if (wanted) check_numbers("wanted", *wanted, wanted->numel(), 0, N);
 
   const at::AutoDispatchBelowADInplaceOrView no_gradients;
-  Weights w(weights);
-  Stream stream(at::index_select(w.given(), 0, ids), std::count(opens_block.begin(), opens_block.end(), 1), eps);
+  const int64_t blocks = std::count(opens_block.begin(), opens_block.end(), 1);
+  int64_t recurrent_layer = 0, latent_layer = 0;
+  Stream stream(at::index_select(w.given(), 0, ids), blocks, eps);
   const auto kda_attention = [&](const Tensor& x) {
     const Tensor in_proj = w.given(), f_b = w.given();
     const MaybeTensor g_b = w.maybe();
     const Tensor conv_weight = w.given(), A_log = w.given(), dt_bias = w.given();
     const Tensor norm = w.given(), o_proj = w.given();
-    const auto [qkv, decay, strength, gate] =
+    const auto [fused, decay, low_rank] =
         kda_inputs(x, in_proj, kda_widths, f_b, g_b, kda_heads);
+    const auto [qkv, f_a, strength, g] = split<4>(fused, kda_widths);
     Tensor states = entry(recurrent, recurrent_layer);
     Tensor windows = entry(conv, recurrent_layer++);
     const Tensor o =
         kda_rows_(qkv, decay, strength, conv_weight, A_log, dt_bias, lower_bound, states, windows,
                   query_start, slots, resumed, export_rows, export_after, export_slots);
-    return kda_output(o, gate, norm, eps, o_proj);
+    return kda_output(o, g_b ? low_rank : g, norm, eps, o_proj);
   };
   const auto latent_layer_attention = [&](const Tensor& x) {
     const Tensor in_proj = w.given();
     const MaybeTensor q_norm = w.maybe(), q_b = w.maybe();
     const Tensor kv_norm = w.given(), kv_b = w.given(), o_proj = w.given();
-    const auto [q, rows, gate] =
+    const auto [fused, queries, rows] =
         mla_inputs(x, in_proj, mla_widths, q_norm, q_b, kv_norm, mla_eps, mla_heads);
+    const auto [own, c, r, gate] = split<4>(fused, mla_widths);
+    const Tensor q = q_b ? queries : by_heads(own, mla_heads);
     const Tensor pool = entry(latent, latent_layer++);
     write_rows(pool, rows, out_rows);
     TORCH_CHECK_VALUE(kv_b.dim() == 2 && mla_heads > 0 && kv_b.size(0) % mla_heads == 0,
                       "kv_b must have rows for ", mla_heads, " heads, got ", kv_b.sizes());
     const int64_t each = kv_b.size(0) / mla_heads;
-    const Tensor by_heads = view_of(kv_b, {mla_heads, each, kv_b.size(1)},
+    const Tensor expand = view_of(kv_b, {mla_heads, each, kv_b.size(1)},
                                     {each * kv_b.stride(0), kv_b.stride(0), kv_b.stride(1)}, 0);
-    return mla_output(latent_attention(q, pool, by_heads, spans, pages), gate, o_proj);
+    return mla_output(latent_attention(q, pool, expand, spans, pages), gate, o_proj);
   };
   const auto mixture = [&](const Tensor& x) {
     const Tensor router = w.given(), bias = w.given();
@@ -197,9 +259,7 @@ Tensor decoder(const Tensor& ids, const MaybeTensor& wanted, const c10::List<May
     stream.add(is_moe[i] ? mixture(x) : dense(x));
   }
   const Tensor hidden = (wanted ? stream.at(*wanted) : stream).read(w);
-  const Tensor logits = linear(hidden, w.given());
-  TORCH_CHECK_VALUE(w.used_up(), "weights has ", weights.size(), " entries; layers need fewer");
-  return logits;
+  return linear(hidden, w.given());
 }
 
 }  // namespace

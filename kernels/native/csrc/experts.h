@@ -30,7 +30,8 @@ struct ExpertPlan {
 // chosen [choices], each below `experts`.
 inline ExpertPlan plan_experts(const int64_t* chosen, int64_t choices, int64_t experts) {
   ExpertPlan plan;
-  std::vector<int64_t> begin(experts + 1, 0);
+  thread_local std::vector<int64_t> begin;  // kept from call to call
+  begin.assign(experts + 1, 0);
   for (int64_t c = 0; c < choices; ++c) ++begin[chosen[c] + 1];
   for (int64_t e = 0; e < experts; ++e) begin[e + 1] += begin[e];
   for (int64_t e = 0; e < experts; ++e) {

@@ -34,14 +34,24 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
                  std::optional<double> lower_bound, Tensor& recurrent, Tensor& conv,
                  IntArrayRef query_start, const Tensor& slots, IntArrayRef resumed,
                  IntArrayRef export_rows, IntArrayRef export_after, const Tensor& export_slots);
+// ValueError for rows, slots or exports that do not fit N tokens and a pool of so many slots.
+void check_slot_rows(int64_t tokens, int64_t slot_count, IntArrayRef query_start,
+                     const Tensor& slots, IntArrayRef resumed, IntArrayRef export_rows,
+                     IntArrayRef export_after, const Tensor& export_slots);
+// ValueError for spans and pages that do not fit N tokens and a pool of so many pages.
+void check_paged_rows(const Tensor& spans, const Tensor& pages, int64_t tokens,
+                      int64_t pool_pages, int64_t page);
 Tensor latent_attention(const Tensor& q, const Tensor& pool, const Tensor& kv_b,
                         const Tensor& spans, const Tensor& pages);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> kda_inputs(const Tensor& x, const Tensor& in_proj,
-                                                      IntArrayRef widths, const Tensor& f_b,
-                                                      const MaybeTensor& g_b, int64_t heads);
+// The projections of x side by side, and what is made of two of them: the decay's logits, and the
+// output gate's if it has a g_b (else no numbers).
+std::tuple<Tensor, Tensor, Tensor> kda_inputs(const Tensor& x, const Tensor& in_proj,
+                                              IntArrayRef widths, const Tensor& f_b,
+                                              const MaybeTensor& g_b, int64_t heads);
 Tensor kda_output(const Tensor& o, const Tensor& gate, const Tensor& norm, double eps,
                   const Tensor& o_proj);
+// The same: queries if they have a q_b (else no numbers), and latent rows.
 std::tuple<Tensor, Tensor, Tensor> mla_inputs(const Tensor& x, const Tensor& in_proj,
                                               IntArrayRef widths, const MaybeTensor& q_norm,
                                               const MaybeTensor& q_b, const Tensor& kv_norm,

@@ -37,19 +37,6 @@ void run_parallel(kda::Scan<T>& scan, int64_t tokens, MakeSource&& make_source) 
   });
 }
 
-// States of a pool: entries of one slot side by side, slots any distance apart.
-void check_pool(const char* name, const Tensor& pool, IntArrayRef slot_shape) {
-  TORCH_CHECK_VALUE(pool.dim() > 0 && pool.sizes().slice(1) == slot_shape, name,
-                    " must be [slots] + ", slot_shape, ", got ", pool.sizes());
-  int64_t expected = 1;
-  for (int64_t d = pool.dim() - 1; d > 0; expected *= pool.size(d--)) {
-    TORCH_CHECK_VALUE(pool.size(d) == 1 || pool.stride(d) == expected, name,
-                      " must have slots that are contiguous inside, got strides ", pool.strides());
-  }
-  TORCH_CHECK_VALUE(pool.size(0) < 2 || pool.stride(0) >= expected, name,
-                    " must have slots that do not overlap, got strides ", pool.strides());
-}
-
 template <class T>
 void sort_exports(std::vector<kda::Export<T>>& exports) {
   std::stable_sort(exports.begin(), exports.end(), [](const auto& a, const auto& b) {
@@ -146,6 +133,19 @@ void check_slots(const Slots& slots, int64_t count) {
   TORCH_CHECK_VALUE(twice == real.end(), "slot ", *twice, " is named twice");
 }
 
+Slots checked_slots(int64_t tokens, int64_t slot_count, IntArrayRef query_start,
+                    const Tensor& slots, IntArrayRef resumed, IntArrayRef export_rows,
+                    IntArrayRef export_after, const Tensor& export_slots) {
+  check_starts(query_start, tokens);
+  check_exports(export_rows, export_after, query_start);
+  const int64_t B = count(query_start) - 1;
+  TORCH_CHECK_VALUE(count(resumed) == B, "resumed must name ", B, " rows");
+  Slots named{integers("slots", slots, B),
+              integers("export_slots", export_slots, count(export_rows))};
+  check_slots(named, slot_count);
+  return named;
+}
+
 // [N, ...] with everything behind the first axis side by side.
 Tensor token_major(const Tensor& x) {
   const Tensor flat = x.dim() == 2 ? x : x.flatten(1);
@@ -199,6 +199,13 @@ void run_layer(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
 
 }  // namespace
 
+void check_slot_rows(int64_t tokens, int64_t slot_count, IntArrayRef query_start,
+                     const Tensor& slots, IntArrayRef resumed, IntArrayRef export_rows,
+                     IntArrayRef export_after, const Tensor& export_slots) {
+  checked_slots(tokens, slot_count, query_start, slots, resumed, export_rows, export_after,
+                export_slots);
+}
+
 Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
                  const Tensor& conv_weight, const Tensor& A_log, const Tensor& dt_bias,
                  std::optional<double> lower_bound, Tensor& recurrent, Tensor& conv,
@@ -212,15 +219,11 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   const int64_t V = H > 0 ? D / H - 2 * K : 0;
   TORCH_CHECK_VALUE(V > 0 && D == H * (2 * K + V), "qkv must have H (2K+V) channels with H = ", H,
                     " and K = ", K, ", got ", D);
-  const int64_t B = count(query_start) - 1;
-  check_starts(query_start, N);
-  check_exports(export_rows, export_after, query_start);
   check_shape("gate", gate, {N, H, K});
   check_shape("beta", beta, {N, H});
   check_shape("conv_weight", conv_weight, {D, W});
   TORCH_CHECK_VALUE(W > 0, "conv_weight must have a tap, got ", conv_weight.sizes());
   check_shape("A_log", A_log, {H});
-  TORCH_CHECK_VALUE(count(resumed) == B, "resumed must name ", B, " rows");
   check_pool("recurrent", recurrent, {H, V, K});
   check_pool("conv", conv, {W - 1, D});
   TORCH_CHECK_VALUE(recurrent.size(0) == conv.size(0), "recurrent has ", recurrent.size(0),
@@ -235,9 +238,8 @@ Tensor kda_rows_(const Tensor& qkv, const Tensor& gate, const Tensor& beta,
   check_dtype("beta", beta, activation);
   check_dtype("conv", conv, activation);
   check_dtype("recurrent", recurrent, wide);
-  const Slots named{integers("slots", slots, B),
-                    integers("export_slots", export_slots, count(export_rows))};
-  check_slots(named, recurrent.size(0));
+  const Slots named = checked_slots(N, recurrent.size(0), query_start, slots, resumed, export_rows,
+                                    export_after, export_slots);
 
   const Tensor x = token_major(qkv), r = token_major(gate), b = token_major(beta);
   const Tensor taps = typed(conv_weight, wide).contiguous(), rates = typed(A_log, wide).contiguous();

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "scan.h"
 #include "short_conv.h"
@@ -53,10 +52,10 @@ class RawOperands {
         shape_(shape),
         scratch_(&scratch),
         channels_(2 * shape.K + part.channels),
-        taps_(weights.width * channels_),
+        taps_(scratch.next_taps(weights.width * channels_)),
         rate_(static_cast<T>(std::exp(weights.A_log[part.head]))) {
     each_segment([&](int64_t to, int64_t from, int64_t count) {
-      taps_first(taps_.data() + to, channels_, weights.conv, weights.width, from, count);
+      taps_first(taps_ + to, channels_, weights.conv, weights.width, from, count);
     });
   }
 
@@ -70,7 +69,7 @@ class RawOperands {
       widen_inputs(raw + to, channels_, inputs_.rows[index], first, count, from, channels);
     });
     for (int64_t t = 0; t < count; ++t) {
-      convolve(y, raw + t * channels_, taps_.data(), W, channels_);
+      convolve(y, raw + t * channels_, taps_, W, channels_);
       normalise(block.q + t * K, y, K, scale);
       normalise(block.k + t * K, y + K, K, T(1));
       std::copy_n(y + 2 * K, part.channels, block.v + t * block.v_stride);
@@ -120,7 +119,7 @@ class RawOperands {
   Shape shape_;
   Scratch<T>* scratch_;
   int64_t channels_;
-  std::vector<T> taps_;
+  T* taps_;
   T rate_;
 };
 

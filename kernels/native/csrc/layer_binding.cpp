@@ -33,11 +33,30 @@ Tensor tokens_of(const Tensor& x) {
   return flat.size(1) < 2 || flat.stride(1) == 1 ? flat : flat.contiguous();
 }
 
-// A weight vector in the wide type.
-Tensor weight_vector(const char* name, const Tensor& weight, int64_t width, at::ScalarType type) {
+void check_vector(const char* name, const Tensor& weight, int64_t width) {
   check_shape(name, weight, {width});
-  TORCH_CHECK_VALUE(weight.device().is_cpu(), name, " must be on the CPU, got ", weight.device());
-  return typed(weight, type).contiguous();
+  check_dtype(name, weight, weight.scalar_type());
+}
+
+// A weight vector in the type of arithmetic: where it lies, or widened into room.
+template <class T>
+const T* wide_vector(const char* name, const Tensor& weight, T* room) {
+  const int64_t width = weight.size(0), stride = weight.stride(0);
+  if (weight.scalar_type() == c10::CppTypeToScalarType<T>::value && (width < 2 || stride == 1)) {
+    return data<T>(weight);
+  }
+  with_types(name, weight.scalar_type(), [&](auto, auto memory) {
+    using A = decltype(memory);
+    const A* from = data<A>(weight);
+    for (int64_t i = 0; i < width; ++i) {
+      if constexpr (std::is_same_v<A, BFloat16>) {
+        room[i] = widen<float>(from[i * stride]);
+      } else {
+        room[i] = static_cast<T>(from[i * stride]);
+      }
+    }
+  });
+  return room;
 }
 
 // The type of arithmetic on tensors of these types: wide(a) unless one is Double and one is not.
@@ -53,14 +72,22 @@ T* room(int64_t count) {
   return mine.at_least(count);
 }
 
+// Room for weight vectors of the call at hand.
+template <class T>
+T* vectors(int64_t count) {
+  thread_local kda::Buffer<T> mine;
+  return mine.at_least(count);
+}
+
 }  // namespace
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   TORCH_CHECK_VALUE(x.dim() > 0, "x must have an axis");
   const int64_t width = x.size(-1);
-  const auto type = shared_type("x and weight", x.scalar_type(), weight.scalar_type());
+  shared_type("x and weight", x.scalar_type(), weight.scalar_type());
   check_dtype("x", x, x.scalar_type());
-  const Tensor w = weight_vector("weight", weight, width, type), rows = tokens_of(x);
+  check_vector("weight", weight, width);
+  const Tensor rows = tokens_of(x);
   Tensor y = empty(x.sizes(), weight.scalar_type());
   with_types("x", x.scalar_type(), [&](auto number, auto in) {
     with_types("weight", weight.scalar_type(), [&](auto, auto out) {
@@ -68,9 +95,10 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
       using X = decltype(in);
       using Y = decltype(out);
       if constexpr (std::is_same_v<T, double> == std::is_same_v<Y, double>) {
+        const T* w = wide_vector("weight", weight, vectors<T>(width));
         each_token(rows.size(0), width, [&](int64_t t) {
           kda::rms_norm(mutable_data<Y>(y) + t * width, data<X>(rows) + t * rows.stride(0),
-                        data<T>(w), width, static_cast<T>(eps), room<T>(width));
+                        w, width, static_cast<T>(eps), room<T>(width));
         });
       }
     });
@@ -84,15 +112,16 @@ Tensor gated_norm(const Tensor& o, const Tensor& gate, const Tensor& weight, dou
   check_shape("gate", gate, {N, H * V});
   const auto type = wide(gate.scalar_type());
   check_dtype("o", o, type);
-  const Tensor w = weight_vector("weight", weight, V, type);
+  check_vector("weight", weight, V);
   const Tensor heads = o.contiguous(), logits = tokens_of(gate);
   Tensor y = empty({N, H * V}, gate.scalar_type());
   with_types("gate", gate.scalar_type(), [&](auto number, auto element) {
     using T = decltype(number);
     using G = decltype(element);
+    const T* w = wide_vector("weight", weight, vectors<T>(V));
     each_token(N, H * V, [&](int64_t t) {
       kda::gated_norm(mutable_data<G>(y) + t * H * V, data<T>(heads) + t * H * V, V,
-                      data<G>(logits) + t * logits.stride(0), data<T>(w), H, V,
+                      data<G>(logits) + t * logits.stride(0), w, H, V,
                       static_cast<T>(eps));
     });
   });
@@ -153,23 +182,27 @@ Tensor mix_norm(const Tensor& prefix, const Tensor& bank, const Tensor& bank_rms
   shared_type("prefix and weight", type, weight.scalar_type());
   TORCH_CHECK_VALUE(width < 2 || bank.stride(2) == 1, "bank must have sources that are ",
                     "contiguous, got strides ", bank.strides());
-  const Tensor own = tokens_of(prefix), w = weight_vector("weight", weight, width, type);
-  const Tensor scale = weight_vector("norm", norm, width, type);
-  const Tensor direction = weight_vector("proj", proj, width, type);
+  check_vector("norm", norm, width);
+  check_vector("proj", proj, width);
+  check_vector("weight", weight, width);
+  const Tensor own = tokens_of(prefix);
   const Tensor rms = tokens_of(bank_rms);
   Tensor y = empty({N, width}, weight.scalar_type());
   with_types("weight", weight.scalar_type(), [&](auto number, auto out) {
     using T = decltype(number);
     using Y = decltype(out);
-    std::vector<T> query(width);  // c = norm * proj
-    for (int64_t i = 0; i < width; ++i) query[i] = data<T>(scale)[i] * data<T>(direction)[i];
+    T* query = vectors<T>(4 * width);  // c = norm * proj
+    const T* scale = wide_vector("norm", norm, query + width);
+    const T* direction = wide_vector("proj", proj, query + 2 * width);
+    const T* w = wide_vector("weight", weight, query + 3 * width);
+    for (int64_t i = 0; i < width; ++i) query[i] = scale[i] * direction[i];
     each_token(N, 2 * (m + 1) * width, [&](int64_t t) {
       const kda::Sources<T> sources{data<T>(bank) + t * bank.stride(0), bank.stride(1),
                                     data<T>(rms) + t * rms.stride(0), m,
                                     data<T>(own) + t * own.stride(0)};
       T* mixture = room<T>(width + m + 1);
-      kda::mix(mixture, sources, query.data(), width, static_cast<T>(eps), mixture + width);
-      kda::rms_norm<T>(mutable_data<Y>(y) + t * width, mixture, data<T>(w), width,
+      kda::mix(mixture, sources, query, width, static_cast<T>(eps), mixture + width);
+      kda::rms_norm<T>(mutable_data<Y>(y) + t * width, mixture, w, width,
                        static_cast<T>(eps), static_cast<T*>(nullptr));
     });
   });

@@ -231,6 +231,7 @@ void run_tasks(const Scan<T>& scan, MakeSource&& make_source, int64_t begin, int
   for (int64_t group = begin / B; group < last; group += together) {
     const int64_t stop = std::min(group + together, last);
     std::vector<decltype(make_source(Part{}))> sources;
+    scratch.sources = 0;
     for (int64_t g = group; g < stop; ++g) sources.push_back(make_source(scan.part(g)));
     for (int64_t r = 0; r < B; ++r) {
       // the parts of this row that are among the tasks

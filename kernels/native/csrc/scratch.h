@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <new>
 
 namespace kda {
@@ -38,6 +39,14 @@ struct Scratch {
   Buffer<T> state;
   Buffer<T> alpha, k, q, v, o, beta, kq;
   Buffer<T> raw, y;
+  std::deque<Buffer<T>> taps;  // of the sources that are in use together
+  size_t sources = 0;
+
+  // The taps of one more source.
+  T* next_taps(int64_t count) {
+    if (sources == taps.size()) taps.emplace_back();
+    return taps[sources++].at_least(count);
+  }
 };
 
 }  // namespace kda

@@ -5,49 +5,28 @@
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
-#include <array>
-
+#include "checks.hpp"
 #include "functions.hpp"
 
 namespace kda::ops {
 namespace {
 
-// Columns of x in parts of these widths.
-template <size_t count>
-std::array<Tensor, count> split(const Tensor& x, IntArrayRef widths) {
-  TORCH_CHECK_VALUE(widths.size() == count, "widths must be ", count, " numbers, got ", widths);
-  std::array<Tensor, count> parts;
-  int64_t first = 0;
-  for (size_t i = 0; i < count; first += widths[i++]) {
-    TORCH_CHECK_VALUE(widths[i] >= 0 && first + widths[i] <= x.size(1), "widths must add up to the ",
-                      x.size(1), " rows of in_proj, got ", widths);
-    parts[i] = columns(x, first, widths[i]);
-  }
-  TORCH_CHECK_VALUE(first == x.size(1), "widths must add up to the ", x.size(1),
-                    " rows of in_proj, got ", widths);
-  return parts;
-}
+using namespace kda::checks;
 
 void check_tokens(const Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() == 2, "x must be [tokens, hidden], got ", x.sizes());
 }
 
-// [N, heads * width] → [N, heads, width].
-Tensor by_heads(const Tensor& x, int64_t heads) {
-  TORCH_CHECK_VALUE(heads > 0 && x.size(1) % heads == 0, x.size(1), " channels are not ", heads,
-                    " equal heads");
-  const int64_t width = x.size(1) / heads;
-  return view_of(x, {x.size(0), heads, width}, {x.stride(0), width * x.stride(1), x.stride(1)}, 0);
-}
-
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> kda_inputs(const Tensor& x, const Tensor& in_proj,
-                                                      IntArrayRef widths, const Tensor& f_b,
-                                                      const MaybeTensor& g_b, int64_t heads) {
+std::tuple<Tensor, Tensor, Tensor> kda_inputs(const Tensor& x, const Tensor& in_proj,
+                                              IntArrayRef widths, const Tensor& f_b,
+                                              const MaybeTensor& g_b, int64_t heads) {
   check_tokens(x);
-  const auto [qkv, f_a, beta, g] = split<4>(linear(x, in_proj), widths);
-  return {qkv, by_heads(linear(f_a, f_b), heads), beta, g_b ? linear(g, *g_b) : g};
+  const Tensor fused = linear(x, in_proj);
+  const auto [qkv, f_a, beta, g] = split<4>(fused, widths);
+  return {fused, by_heads(linear(f_a, f_b), heads),
+          g_b ? linear(g, *g_b) : empty({0}, x.scalar_type())};
 }
 
 Tensor kda_output(const Tensor& o, const Tensor& gate, const Tensor& norm, double eps,
@@ -61,9 +40,11 @@ std::tuple<Tensor, Tensor, Tensor> mla_inputs(const Tensor& x, const Tensor& in_
                                               double eps, int64_t heads) {
   check_tokens(x);
   TORCH_CHECK_VALUE(q_norm.has_value() == q_b.has_value(), "q_norm and q_b go together");
-  const auto [q_a, c, r, gate] = split<4>(linear(x, in_proj), widths);
-  const Tensor q = q_b ? linear(rms_norm(q_a, *q_norm, eps), *q_b) : q_a;
-  return {by_heads(q, heads), at::cat({rms_norm(c, kv_norm, eps), r}, 1), gate};
+  const Tensor fused = linear(x, in_proj);
+  const auto [q_a, c, r, gate] = split<4>(fused, widths);
+  const Tensor q = q_b ? by_heads(linear(rms_norm(q_a, *q_norm, eps), *q_b), heads)
+                       : empty({0}, x.scalar_type());
+  return {fused, q, at::cat({rms_norm(c, kv_norm, eps), r}, 1)};
 }
 
 Tensor mla_output(const Tensor& o, const Tensor& gate, const Tensor& o_proj) {
@@ -109,7 +90,7 @@ using namespace kda::ops;
 TORCH_LIBRARY_FRAGMENT(kda_native, m) {
   m.def(
       "kda_inputs(Tensor x, Tensor in_proj, int[] widths, Tensor f_b, Tensor? g_b, int heads) -> "
-      "(Tensor, Tensor, Tensor, Tensor)");
+      "(Tensor, Tensor, Tensor)");
   m.def("kda_output(Tensor o, Tensor gate, Tensor norm, float eps, Tensor o_proj) -> Tensor");
   m.def(
       "mla_inputs(Tensor x, Tensor in_proj, int[] widths, Tensor? q_norm, Tensor? q_b, "
