@@ -2,7 +2,7 @@
 """Compile the native KDA operators ahead of their first use.
 
     python scripts/build_native.py
-    CXX=clang++ python scripts/build_native.py
+    CXX=g++-13 python scripts/build_native.py
 
 One library per set of sources, torch version and CPU level, kept under XDG_CACHE_HOME or ~/.cache.
 Exit code 1 and the reason where it cannot be built; everything then runs on the torch kernels.

@@ -69,13 +69,13 @@ def level_flags(level: str) -> tuple[str, ...]:
 def find_compiler() -> str:
     """CXX, or the first C++ compiler on the path. Raises NotBuilt if there is none."""
     asked = os.environ.get("CXX")
-    for name in (asked,) if asked else ("c++", "g++", "clang++"):
+    for name in (asked,) if asked else ("c++", "g++"):
         found = shutil.which(name)
         if found:
             return found
     if asked:
         raise NotBuilt(f"no C++ compiler: CXX={asked} is not a program")
-    raise NotBuilt("no C++ compiler: install g++ or clang++, or name one in CXX")
+    raise NotBuilt("no C++ compiler: install g++, or name one in CXX")
 
 
 def build() -> Built:
