@@ -53,6 +53,7 @@ def test_a_wrong_chunk_scan_is_found_and_the_exit_code_is_1(capsys, monkeypatch)
         return right(q, k, v, g.half().to(g.dtype), beta, *rest, **options)
 
     monkeypatch.setattr(verify_kernels, "kda_chunk_scan", wrong)
+    monkeypatch.setattr(verify_kernels, "GATES", ["slow"])
     done = in_this_process(SCRIPT, ["--json"], capsys, monkeypatch)
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (1, False)

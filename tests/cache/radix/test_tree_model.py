@@ -1,5 +1,6 @@
 """The tree against a model that knows prefixes only."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -174,4 +175,4 @@ class Prefixes(RuleBasedStateMachine):
 
 
 def test_the_tree_knows_the_prefixes_that_were_put_into_it():
-    run_state_machine_as_test(Prefixes, settings=QUICK)
+    run_state_machine_as_test(Prefixes, settings=settings(QUICK, max_examples=50))

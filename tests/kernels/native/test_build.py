@@ -104,6 +104,7 @@ def test_every_level_but_the_baseline_names_what_it_uses(compiler, tmp_path, mon
         assert "-ffp-contract=off" in arguments and "-march=native" not in arguments
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_compile_once(compiler):
     install, calls = compiler
     install()
@@ -118,7 +119,7 @@ def test_processes_that_build_at_once_compile_once(compiler):
     assert len(paths) == 1 and calls() == ONE_BUILD
 
 
-def test_who_waits_for_another_process_says_so(compiler, capfd):
+def test_who_waits_for_another_build_says_so(compiler, capfd):
     install, calls = compiler
     install()
     lock = build().path.with_name("lock")

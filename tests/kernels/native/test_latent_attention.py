@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs_native
 
 # (queries, context). Of this shape up to 20 queries are absorbed; with 64 rows in a block and 24
 # queries together, each is on either side of something
-ROWS = [(1, 0), (1, 64), (3, 61), (20, 0), (21, 0), (24, 40), (70, 0), (70, 130)]
+ROWS = [(1, 0), (1, 64), (3, 61), (20, 0), (21, 0), (24, 40), (70, 0), (70, 60)]
 
 
 def step_of(queries, contexts, table, pool, slots=None):

@@ -54,8 +54,8 @@ def mix_of_an_oracle(seed: int, count: int, audit: bool = True) -> Engine:
 
 @on_both
 def test_any_mix_gives_each_request_the_tokens_it_gets_alone(backend):
-    engines = [mix_of_a_model(seed, 6, backend) for seed in range(8)]
-    assert sum(engine.cache.stats().preempted for engine in engines) >= 5
+    engines = [mix_of_a_model(seed, 6, backend) for seed in range(5)]
+    assert sum(engine.cache.stats().preempted for engine in engines) >= 3
 
 
 def test_book_keeping_of_any_mix_without_a_model():

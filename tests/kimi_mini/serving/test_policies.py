@@ -56,7 +56,7 @@ def cold() -> list[list[int]]:
 CASES = [*product([False, True], MANAGERS, POLICIES)]
 
 
-@pytest.mark.parametrize("case, backend", a_few_of(13, CASES, ("torch", "native")))
+@pytest.mark.parametrize("case, backend", a_few_of(17, CASES, ("torch", "native")))
 def test_hits_and_cold_runs_give_the_same_tokens(case, backend):
     at_once, (name, rules, page), policies = case
     engine = Engine(

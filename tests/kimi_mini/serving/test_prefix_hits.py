@@ -131,8 +131,8 @@ KERNEL_64 = [
 CASES = [
     *a_few(TREE_CASES, 13),
     *a_few(BLOCK_CASES, 23),
-    *a_few(FINE_CASES, 11),
-    *a_few(KERNEL_64, 2),
+    *a_few(FINE_CASES, 13),
+    *a_few(KERNEL_64, 3),
 ]
 
 

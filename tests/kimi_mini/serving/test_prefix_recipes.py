@@ -223,10 +223,15 @@ def spaced(rules: Rules, backend: str, kernel_chunk: int) -> Served:
     return Served(rules, grid=48, prefill_chunk=40, state_slots=99, **own)
 
 
-@by_our_rules
 @pytest.mark.parametrize(
-    "backend, kernel_chunk",
-    [("torch", 64), ("native", 16), pytest.param("torch", 16, marks=pytest.mark.slow)],
+    "rules, backend, kernel_chunk",
+    [
+        (TREE, "torch", 64),
+        *((rules, "native", 16) for rules in OURS),
+        *(pytest.param(rules, "torch", 64, marks=pytest.mark.slow) for rules in BLOCKS),
+        *(pytest.param(rules, "torch", 16, marks=pytest.mark.slow) for rules in OURS),
+    ],
+    ids=str,
 )
 def test_br37_a_conversation_is_kept_at_absolute_boundaries(rules, backend, kernel_chunk):
     """And, for the ends of prompts, on what hits are multiples of: 16, or, with a tree, what the
@@ -254,9 +259,10 @@ EVERYWHERE = [48, 96, 144, 160, 192, 192, 192, 208, 240, 288]
         (TREE, "torch", 64, [96, 144, 160, 192, 192, 192]),
         (HASHED, "torch", 64, EVERYWHERE),  # pieces end there
         (TREE, "native", 16, EVERYWHERE),
-        (HASHED, "native", 16, EVERYWHERE),
-        pytest.param(TREE, "torch", 16, EVERYWHERE, marks=pytest.mark.slow),
-        pytest.param(HASHED, "torch", 16, EVERYWHERE, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, EVERYWHERE, marks=pytest.mark.slow)
+            for case in [(HASHED, "native", 16), (TREE, "torch", 16), (HASHED, "torch", 16)]
+        ),
     ],
     ids=str,
 )

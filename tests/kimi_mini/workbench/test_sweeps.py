@@ -35,7 +35,7 @@ def sample(cases, count, seed):
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "backend", "seed"),
-    sample(itertools.product(SHAPES, DTYPES, BACKENDS, range(3)), 2, seed=3),
+    sample(itertools.product(SHAPES, DTYPES, BACKENDS, range(3)), 2, seed=12),
 )
 def test_kernels_agree_with_float64(shape, dtype, backend, seed):
     assert not failed(kernel_checks(backend, dtype, seed, *shape))
