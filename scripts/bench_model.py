@@ -9,10 +9,10 @@ as real ones. Rates are tokens/s of the whole batch, medians of interleaved repe
 
 The parts of a step are timed alone right after it. "overhead": what is left behind products,
 attention, and states (decode) or recurrence (prefill), with "preparing" (checks before the layers)
-and "calling" (what calling products and moves takes of itself) in it; at most a quarter of a decode
-step of mini on one thread, ! where that is missed. transformers' kimi_linear of the same widths (no
-AttnRes, latent MoE, SiTU) is timed in the same rounds where it is installed: batch 1, to a depth of
-2048. The default grid takes about a quarter of an hour.
+in it; at most a quarter of a decode step of mini on one thread, ! where that is missed. "calling":
+what calling products and moves one by one takes of itself. transformers' kimi_linear of the same
+widths (no AttnRes, latent MoE, SiTU) is timed in the same rounds where it is installed: batch 1, to
+a depth of 2048. The default grid takes about ten minutes.
 """
 
 import sys

@@ -2,9 +2,10 @@
 
 What is left of a step is its overhead: of a decode step behind products, attention and states (the
 arithmetic of the recurrence counts as overhead there, for it should hide behind its memory); of a
-prefill piece behind products, attention and recurrence. Calling counts as overhead as well: what
-the calls of products and moves take of themselves is not theirs. All that is taken sample by
-sample, so that a slow moment falls on the step and its parts alike.
+prefill piece behind products, attention and recurrence. Parts are called from here one by one,
+which a step of the native backend is not; what calling products and moves takes of itself stands
+beside them, for whoever wants to count it as overhead too. All that is taken sample by sample, so
+that a slow moment falls on the step and its parts alike.
 """
 
 from __future__ import annotations
@@ -108,4 +109,4 @@ def _overhead(sample: Mapping[str, float]) -> float:
     """Of a step, what no product, attention, and state (decode) or recurrence accounts for."""
     last = Kind.STATES if Kind.STATES in sample else Kind.RECURRENCE
     parts = sum(sample[kind] for kind in (Kind.PRODUCTS, Kind.ATTENTION, last))
-    return sample[STEP] - parts + sample[Kind.CALLING]
+    return sample[STEP] - parts

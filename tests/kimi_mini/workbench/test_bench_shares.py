@@ -34,8 +34,8 @@ def timer_of(monkeypatch, kinds, clock):
 @pytest.mark.parametrize(
     ("left_out", "overhead"),
     [
-        (None, 100 - 50 - 6 - 4 + 2),  # decode: behind states; the recurrence should hide
-        (Kind.STATES, 100 - 50 - 6 - 9 + 2),
+        (None, 100 - 50 - 6 - 4),  # decode: behind states; the recurrence should hide
+        (Kind.STATES, 100 - 50 - 6 - 9),
     ],
 )
 def test_overhead_is_what_the_parts_leave_of_the_step(left_out, overhead, monkeypatch):
