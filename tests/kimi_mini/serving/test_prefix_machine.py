@@ -70,7 +70,7 @@ def test_calls_in_any_order_give_each_request_what_it_gets_alone(rules, backend)
 @pytest.mark.parametrize("rules, backend", [*product(RULES, BACKENDS)], ids=str)
 def test_thousands_of_steps(rules, backend):
     happened = counts_of(rules, backend, 60, 80)
-    assert happened["steps"] >= 3000 and happened["hit"] >= 100, happened
+    assert happened["steps"] >= 3000 and happened["hit"] >= 60, happened
     assert min(happened[f"failed {place}"] for place in PLACES) >= 3, happened
     assert min(happened[what] for what in ("preempted", "states evicted", "closed")) >= 10, happened
 
