@@ -48,15 +48,6 @@ class DecoderForm(NamedTuple):
     glu: GLUForm
 
 
-class DecoderState(NamedTuple):
-    """All layers' pools: recurrent [KDA layers, slots, H, V, K], conv [KDA layers, slots, W-1, D],
-    latent [MLA layers, pages, page, L+R]."""
-
-    recurrent: Tensor
-    conv: Tensor
-    latent: Tensor
-
-
 class StepRows(NamedTuple):
     """A step whose rows are all of one kind: their slots, what they read, and out_rows [N], the
     latent row that each token is written to, -1 for none."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.decoder import DecoderForm, DecoderState, StepRows
+from kernels.decoder import DecoderForm, StepRows
 from kernels.glu import GLUForm
 from kernels.kda import KDAInputs
 from kernels.layer_functions import TORCH
@@ -157,17 +157,19 @@ def decoder(
     wanted: Tensor | None,
     form: DecoderForm,
     weights: Sequence[Tensor | None],
-    state: DecoderState,
+    state: tuple[Tensor, Tensor, Tensor],
     rows: StepRows,
 ) -> Tensor | None:
     """ids [N] → logits [M, vocab] of the wanted tokens [M] (None: of all), in the dtype of the
-    head; in place: state at the rows' slots, exports and out_rows. None, with nothing done, where
-    the operators do not serve.
+    head. None, with nothing done, where the operators do not serve.
+
+    In place: state (recurrent and conv of all KDA layers, latent of all MLA layers, as a model's
+    pools are) at the rows' slots, exports and out_rows.
 
     Raises ValueError before anything is written for rows, pools, or weights of the wrong number or
     dtype; for weights whose shapes do not fit each other, behind the writes of earlier layers.
     """
-    if torch.is_grad_enabled() or not serves(state.conv):
+    if torch.is_grad_enabled() or not serves(*state):
         return None
     *sizes, rule, glu_form = form
     slots = rows.slots

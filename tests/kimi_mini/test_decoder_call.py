@@ -258,6 +258,9 @@ def call(monkeypatch):
         (lambda c: {"latent": c["latent"][..., :-1]}, "latent must have rows"),
         (lambda c: {"recurrent": c["recurrent"].mT.contiguous().mT}, "contiguous inside"),
         (lambda c: {"recurrent": c["recurrent"].double()}, "recurrent must be Float"),
+        (lambda c: {n: c[n].bfloat16() for n in ("conv", "latent")}, "conv must be Float"),
+        (lambda c: {"latent": c["latent"].bfloat16()}, "latent must be Float"),
+        (lambda c: {"latent": c["latent"][:, :, :0]}, "with rows in a page"),
         (lambda c: {"kda_heads": c["kda_heads"] + 1}, "recurrent must be of"),
     ],
 )
@@ -269,7 +272,27 @@ def test_what_does_not_fit_is_refused(call, change, message):
     assert same(pools, before)
 
 
+def test_a_flag_is_any_number_but_zero(call):
+    flags = ("opens_block", "is_kda", "is_moe")
+    twice = {name: [2 * flag for flag in call[name]] for name in flags}
+    pools = {name: call[name].clone() for name in ("recurrent", "conv", "latent")}
+    assert torch.equal(operators().decoder(**(call | pools | twice)), operators().decoder(**call))
+    assert same(pools.values(), [call[name] for name in pools])
+
+
 def test_it_has_a_fake(call):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = operators().decoder(**call)
     assert fake.shape == operators().decoder(**call).shape
+
+
+def test_latent_rows_in_another_dtype_than_their_pool_are_not_written():
+    """float32 weights of the norm of a bf16 model make rows that are twice as wide in memory."""
+    net = nano(dtype="bfloat16")
+    net.hold_weights()
+    layer = next(x for x in net.model.layers if hasattr(x.self_attn, "kv_a_layernorm"))
+    layer.self_attn.kv_a_layernorm.float()
+    state = poisoned_state(net, slots=1, pages=9, page=4)
+    with pytest.raises(ValueError, match="latent rows must be BFloat16"):
+        Sequence(net, state, 1, torch.arange(1, 10)).run(torch.tensor([3, 4]))
+    assert state.latent.isnan().all()

@@ -32,6 +32,10 @@ constexpr std::array<bool, 8> kMoE{true, true, false, true, true, false, false, 
 constexpr std::array<bool, 2> kMLP{true, true};
 constexpr std::array<bool, 1> kHead{true};
 
+int64_t count_true(IntArrayRef flags) {
+  return std::count_if(flags.begin(), flags.end(), [](int64_t flag) { return flag != 0; });
+}
+
 // The weights of a model, in the order in which its parts take them.
 class Weights {
  public:
@@ -125,19 +129,20 @@ class Stream {
 };
 
 void check_pools(const Tensor& recurrent, const Tensor& conv, const Tensor& latent,
-                 IntArrayRef is_kda, int64_t kda_heads, IntArrayRef kda_widths,
-                 IntArrayRef mla_widths) {
-  const int64_t recurrent_layers = std::count(is_kda.begin(), is_kda.end(), 1);
+                 at::ScalarType activation, IntArrayRef is_kda, int64_t kda_heads,
+                 IntArrayRef kda_widths, IntArrayRef mla_widths) {
+  const int64_t recurrent_layers = count_true(is_kda);
   const int64_t latent_layers = count(is_kda) - recurrent_layers;
   TORCH_CHECK_VALUE(recurrent.dim() == 5 && recurrent.size(0) == recurrent_layers &&
                         conv.dim() == 4 && conv.size(0) == recurrent_layers,
                     "recurrent and conv must be of ", recurrent_layers, " layers, got ",
                     recurrent.sizes(), " and ", conv.sizes());
-  TORCH_CHECK_VALUE(latent.dim() == 4 && latent.size(0) == latent_layers, "latent must be of ",
-                    latent_layers, " layers, got ", latent.sizes());
-  check_dtype("conv", conv, conv.scalar_type());
-  check_dtype("latent", latent, conv.scalar_type());
-  check_dtype("recurrent", recurrent, wide(conv.scalar_type()));
+  TORCH_CHECK_VALUE(latent.dim() == 4 && latent.size(0) == latent_layers && latent.size(2) > 0,
+                    "latent must be of ", latent_layers, " layers, with rows in a page, got ",
+                    latent.sizes());
+  check_dtype("conv", conv, activation);
+  check_dtype("latent", latent, activation);
+  check_dtype("recurrent", recurrent, wide(activation));
   if (recurrent_layers > 0) {
     const int64_t V = recurrent.size(3), K = recurrent.size(4);
     TORCH_CHECK_VALUE(count(kda_widths) == 4 && recurrent.size(2) == kda_heads &&
@@ -165,9 +170,11 @@ void check_numbers(const char* name, const Tensor& x, int64_t amount, int64_t lo
 }
 
 // New latent rows [N, L+R] to their places in pages; row numbers count through all pages, -1 is
-// nowhere. All is checked.
+// nowhere. Places are checked already.
 void write_rows(const Tensor& pool, const Tensor& rows, const Tensor& out_rows) {
   const int64_t N = rows.size(0), page = pool.size(1), width = pool.size(2);
+  check_shape("latent rows", rows, {N, width});
+  check_dtype("latent rows", rows, pool.scalar_type());
   const Tensor numbers = out_rows.contiguous(), whole = rows.contiguous();
   const int64_t* places = data<int64_t>(numbers);
   const size_t one = rows.element_size(), bytes = width * one;
@@ -181,8 +188,8 @@ void write_rows(const Tensor& pool, const Tensor& rows, const Tensor& out_rows) 
 }
 
 Tensor decoder(const Tensor& ids, const MaybeTensor& wanted, const c10::List<MaybeTensor>& weights,
-               IntArrayRef opens_block, IntArrayRef is_kda,
-               IntArrayRef is_moe, double eps, int64_t kda_heads, IntArrayRef kda_widths,
+               IntArrayRef opens_block, IntArrayRef is_kda, IntArrayRef is_moe, double eps,
+               int64_t kda_heads, IntArrayRef kda_widths,
                std::optional<double> lower_bound, int64_t mla_heads, IntArrayRef mla_widths,
                double mla_eps, IntArrayRef moe_widths, int64_t top_k, int64_t groups,
                int64_t kept_groups, bool renormalise, double factor, bool situ, double beta,
@@ -196,7 +203,8 @@ Tensor decoder(const Tensor& ids, const MaybeTensor& wanted, const c10::List<May
                     "opens_block, is_kda and is_moe must tell of equally many layers");
   const int64_t N = ids.numel();
   Weights w(weights, is_kda, is_moe);
-  check_pools(recurrent, conv, latent, is_kda, kda_heads, kda_widths, mla_widths);
+  check_pools(recurrent, conv, latent, weights.get(0)->scalar_type(), is_kda, kda_heads, kda_widths,
+              mla_widths);
   check_slot_rows(N, recurrent.size(1), query_start, slots, resumed, export_rows, export_after,
                   export_slots);
   check_paged_rows(spans, pages, N, latent.size(1), latent.size(2));
@@ -204,9 +212,8 @@ Tensor decoder(const Tensor& ids, const MaybeTensor& wanted, const c10::List<May
   if (wanted) check_numbers("wanted", *wanted, wanted->numel(), 0, N);
 
   const at::AutoDispatchBelowADInplaceOrView no_gradients;
-  const int64_t blocks = std::count(opens_block.begin(), opens_block.end(), 1);
   int64_t recurrent_layer = 0, latent_layer = 0;
-  Stream stream(at::index_select(w.given(), 0, ids), blocks, eps);
+  Stream stream(at::index_select(w.given(), 0, ids), count_true(opens_block), eps);
   const auto kda_attention = [&](const Tensor& x) {
     const Tensor in_proj = w.given(), f_b = w.given();
     const MaybeTensor g_b = w.maybe();
