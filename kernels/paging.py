@@ -273,9 +273,7 @@ def _checked_table(
     return table
 
 
-def build_destinations(
-    out_rows: Tensor | Sequence[int], step: AttentionMetadata, page: int
-) -> Destinations:
+def build_destinations(out_rows: Tensor | Sequence[int], step: AttentionMetadata) -> Destinations:
     """Where the latent rows of a step go: out_rows [N] flat row numbers (page * page_size + place).
 
     A token may be written to the place that its row's page table gives it, or, with -1, nowhere
@@ -283,7 +281,7 @@ def build_destinations(
     row may name the sink page or -1, and are dropped. Raises ValueError for any other place, and
     for a place outside the sink that two tokens would be written to.
     """
-    wanted = integers("out_rows", out_rows)
+    wanted, page = integers("out_rows", out_rows), step.page
     own = step.places(len(wanted))
     if wanted != own:
         wanted = [_place(t, *two, page) for t, two in enumerate(zip(wanted, own, strict=True))]

@@ -123,7 +123,7 @@ def prepare_step(
     attention = build_attention_metadata(
         query_start, context_len, batch.page_table, page=page, pages=pages, slots=slots
     )
-    return Step(dispatcher, kda, attention, build_destinations(out_rows, attention, page))
+    return Step(dispatcher, kda, attention, build_destinations(out_rows, attention))
 
 
 def check_state(state: ModelState, config: KimiConfig, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ def test_a_row_without_destination_is_dropped():
     """BR-62: index -1 is the last place of the pool to torch. A row of 3 tokens and two of padding,
     the first of them aimed at the sink."""
     step = build_attention_metadata([0, 3], [1], torch.tensor([[2, 1]]), page=2, pages=3)
-    where = build_destinations(torch.tensor([-1, 2, -1, 1, -1]), step, page=2)
+    where = build_destinations(torch.tensor([-1, 2, -1, 1, -1]), step)
     pool = torch.full((3, 2, 4), 9.0)
     write_rows(pool, torch.arange(5.0)[:, None].expand(5, 4), where)
     assert pool.view(-1, 4)[:, 0].tolist() == [9, 9, 1, 9, 9, 9]
@@ -64,9 +64,9 @@ def test_a_token_is_written_to_its_own_place_or_nowhere(out_rows, message):
     step = build_attention_metadata(
         [0, 3, 4, 5], [1, 0, 0], table, page=2, pages=3, slots=[1, -1, 2]
     )
-    build_destinations(torch.tensor([5, 2, 3, -1, 4]), step, page=2)
+    build_destinations(torch.tensor([5, 2, 3, -1, 4]), step)
     with pytest.raises(ValueError, match=message):
-        build_destinations(torch.tensor(out_rows), step, page=2)
+        build_destinations(torch.tensor(out_rows), step)
 
 
 def test_rows_take_the_dtype_of_the_pool_and_no_gradient():

@@ -170,7 +170,7 @@ def test_mla_keeps_normalised_latents_and_raw_shared_columns_in_its_pages():
     table = torch.tensor([[3, 1]])
     meta = build_attention_metadata([0, 5], [0], table, page=3, pages=4)
     out_rows = torch.tensor([9, 10, 11, 3, 4])
-    where = build_destinations(out_rows, meta, 3)
+    where = build_destinations(out_rows, meta)
     got = layer(x, Step(KDAKernelDispatcher(), None, meta, where), pool)
     expected = layer(x, stateless_step(1, 5, KDAKernelDispatcher()), None)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
